@@ -1,4 +1,5 @@
-"""One copy of a torch module on one device: rows to a loss, gradients to an update."""
+"""One copy of a torch module on one device: rows to a loss, gradients to an update; outputs of
+several, joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loops of `evaluate` and `predict`, as every replica runs them."""
+"""The loops of `evaluate` and `predict`, as every replica runs them; and that of the evaluator."""
 
 from __future__ import annotations
 

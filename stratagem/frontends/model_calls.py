@@ -1,4 +1,7 @@
-"""How a verb of `sg.Model` runs: on every replica together, or on this one alone in a callback."""
+"""How a verb of `sg.Model` runs: on every replica together, or on this one alone in a callback.
+
+And of `fit`: what is refused before it begins, and how it goes back where a server is lost.
+"""
 
 from __future__ import annotations
 

@@ -351,7 +351,8 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if optimizer._optimizer_step_post_hooks:
         raise NotDistributable(
             "the optimizer has a hook that runs after step(), and with servers the new values "
-            "come with the next batch; do what it does at the beginning of the loop's body."
+            "come with the next batch; do what it does at the beginning of the loop's body, or, if "
+            "it writes weights, between two epochs."
         )
 
 

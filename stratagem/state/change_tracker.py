@@ -60,9 +60,9 @@ class TensorTracker:
             for i, t in enumerate(self._tensors if tensors is None else tensors)
             if known.get(id(t), None if closely else (0, t.data_ptr())) != _place(t)
         ]
-        return [*found, *self.slipped()] if closely else found
+        return [*found, *self._slipped()] if closely else found
 
-    def slipped(self) -> list[int]:
+    def _slipped(self) -> list[int]:
         """Of those that were marked closely, the ones that have changed without being written."""
         known, digests = self._marks, self._digests or ()
         return [

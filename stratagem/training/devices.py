@@ -1,4 +1,4 @@
-"""Device names: the book's spellings and torch's, checked against what is here."""
+"""Device names: the book's spellings and torch's, checked against what is here; and GPU memory."""
 
 from __future__ import annotations
 

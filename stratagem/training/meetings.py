@@ -1,4 +1,5 @@
-"""Meetings of the models of custom loops, whose replicas may have gone apart (`sync=`)."""
+"""Meetings of the models of custom loops, whose replicas may have gone apart (`sync=`); and
+`torch.save` there, which all of them may call."""
 
 from __future__ import annotations
 

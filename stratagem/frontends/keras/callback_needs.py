@@ -1,6 +1,6 @@
 """A call and its callbacks: what they may look at or change between two steps, and what it returns.
 
-The servers' statistics come into Keras' history by a callback of ours.
+Callbacks of ours bring the servers' statistics into Keras' history, and record what is recorded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 import keras
 import torch
 
+from stratagem.figures import trial_record
+from stratagem.figures.recorder import epoch_event
 from stratagem.rules.stats import (
     EpochStats,
     Stats,
@@ -91,7 +93,16 @@ def overrides(callback: Any, *names: str) -> bool:
 ONE_STEP = CallbackNeeds(True, True, True, True, single=True)
 
 
-# --- servers' statistics -----------------------------------------------------------------------
+# --- callbacks of ours --------------------------------------------------------------------------
+
+
+class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes a line an epoch, in a trial or a run that is recorded; it looks at logs alone, so no
+    replica need wait for it."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        trial_record.record_epoch(epoch, logs or {})
+        epoch_event(epoch, logs or {})
 
 
 class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]

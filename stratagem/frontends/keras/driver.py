@@ -4,8 +4,7 @@
     train_step, test_step ...    follow what was changed, try some rows, have the batch played
     metrics, weights, files      brought here before somebody reads them
 
-Data, shuffling, callbacks and the progress bar are Keras' business and happen once. Who plays a
-batch, and how, is the affair of one of two others:
+Data, shuffling, callbacks and the progress bar are Keras' own and happen once. Who plays a batch:
 
     OnReplicas    all replicas play each step together, and add up their gradients
     OnServers     workers of parameter servers play what they are dealt
@@ -39,11 +38,12 @@ from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import (
     ONE_STEP,
     CallbackNeeds,
+    TrialCallback,
     public_names,
     with_callback,
 )
 from stratagem.frontends.keras.captured_step import CapturedStep, StepSettings
-from stratagem.frontends.keras.dry_run_fit import TrialCallback, rehearse
+from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop

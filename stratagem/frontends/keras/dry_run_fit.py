@@ -12,8 +12,6 @@ from torch import Tensor
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.figures import trial_record
-from stratagem.figures.recorder import epoch_event
 from stratagem.frontends.keras import model_pickle
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
@@ -108,14 +106,3 @@ def _rows(value: Any, chosen: Tensor) -> Any:
 
 def _as_tensor(value: Any) -> Any:
     return value if value is None else keras.ops.convert_to_tensor(value)
-
-
-# --- `fit` in a trial of a sweep, or in a run that is recorded ------------------------------------
-
-
-class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes a line an epoch; it looks at logs alone, so no replica need wait for it."""
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        trial_record.record_epoch(epoch, logs or {})
-        epoch_event(epoch, logs or {})
