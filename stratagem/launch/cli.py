@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import inspect
 import os
@@ -77,8 +78,11 @@ def check_outputs(files: Mapping[str, str | None]) -> None:
             raise UsageError(f"--{option}: {str(file)!r} is a folder; name a file.")
         trial = file.with_name(f".{file.name}.{os.getpid()}.part")
         try:
-            trial.touch()
-            trial.unlink()
+            if file.exists() and not os.access(file, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if file.is_file() or not file.exists():  # else a pipe or a device, written as it is
+                trial.touch()
+                trial.unlink()
         except OSError as problem:
             raise UsageError(f"{file}: it cannot be written ({problem.strerror}).") from None
         twin = next(other for other in named if named[other].resolve() == file.resolve())

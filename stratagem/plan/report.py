@@ -61,10 +61,14 @@ def from_json(text: str) -> tuple[Profile, Hardware]:
 
 
 def write(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """All of it or nothing: to a name of its own first."""
+    """All of it or nothing: to a name of its own first. A pipe or a device stays what it is."""
     target, part = Path(path), _part(path)
+    content = data.encode() if isinstance(data, str) else data
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
     try:
-        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        part.write_bytes(content)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

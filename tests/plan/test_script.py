@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from stratagem.launch.script import beside, run_to_fit
 from stratagem.plan.choose import choose
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.machine import crowd
-from stratagem.plan.report import dumps
+from stratagem.plan.report import dumps, write
 from tests.plan.support import profile
 
 LOOP = """
@@ -105,3 +106,15 @@ def test_the_output_says_where_the_rest_is(
     assert cli.main(["plan", "--from", str(earlier), "--rows"]) == 0
     seen = capsys.readouterr()
     assert "efficiency" in seen.out and "--rows" not in seen.err
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    """As `--json /dev/stdout`: what is no file is written, not replaced."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write(pipe, "words")
+    assert os.read(reader, 9) == b"words" and pipe.is_fifo()
+    os.close(reader)
+    write(tmp_path / "file", b"bytes")
+    assert (tmp_path / "file").read_bytes() == b"bytes"
