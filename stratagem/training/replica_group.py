@@ -222,6 +222,7 @@ class ReplicaGroup:
                     "this code already runs on every replica; strategy.run and fit cannot be "
                     "nested inside it. Use sg.current_replica() there."
                 )
+            self._refuse_if_forked()  # before anything that ends followers when it fails
             tries, name = Tries(self._elastic, again), self._named(again)
             begin = partial(self._begin, function, args, sent, again)
             if again is not None:

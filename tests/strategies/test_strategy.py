@@ -310,7 +310,6 @@ def test_close_and_use_again() -> None:
     made.close()
 
 
-@pytest.mark.slow
 def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrategy) -> None:
     """It is told so; one that was not in use yet is the child's own from then on."""
     fresh = strategy(2)
