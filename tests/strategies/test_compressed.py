@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -178,10 +180,20 @@ def tcp_bytes_sent() -> int:
     return total
 
 
+def tcp_bytes_waiting() -> int:
+    """What this process has handed to the kernel for its TCP connections and no peer has yet."""
+    waiting = 0
+    for descriptor in sockets().values():
+        with socket.socket(fileno=os.dup(descriptor)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                waiting += struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
+    return waiting
+
+
 def at_rest() -> int:
-    """The same once nothing waits in the kernel: what is handed over leaves a little later."""
+    """The bytes sent once no more than heartbeats wait in the kernel or are handed over to it."""
     seen, sent = -1, tcp_bytes_sent()
-    while sent - seen > 1000:
+    while sent - seen > 1000 or tcp_bytes_waiting() > 1000:
         time.sleep(0.2)
         seen, sent = sent, tcp_bytes_sent()
     return sent
