@@ -165,10 +165,10 @@ WIDE = 1500
 STEPS = 5
 
 
-def tcp_bytes_sent() -> int:
+def tcp_bytes() -> tuple[int, int]:
     """What this process has sent over all its TCP connections, as the kernel counts it, without
-    what it sent again because an answer was late."""
-    total = 0
+    what it sent again because an answer was late; and what still waits in the kernel."""
+    total = waiting = 0
     for descriptor in sockets().values():
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -177,25 +177,16 @@ def tcp_bytes_sent() -> int:
             if len(told) == _SENT + 16 and told[0] == 1:  # a connection that is up
                 sent, again = struct.unpack("QQ", told[_SENT:])
                 total += sent - again
-    return total
-
-
-def tcp_bytes_waiting() -> int:
-    """What this process has handed to the kernel for its TCP connections and no peer has yet."""
-    waiting = 0
-    for descriptor in sockets().values():
-        with socket.socket(fileno=os.dup(descriptor)) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6):
                 waiting += struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
-    return waiting
+    return total, waiting
 
 
 def at_rest() -> int:
-    """The bytes sent once no more than heartbeats wait in the kernel or are handed over to it."""
-    seen, sent = -1, tcp_bytes_sent()
-    while sent - seen > 1000 or tcp_bytes_waiting() > 1000:
+    """The bytes sent, once no more than heartbeats are on their way."""
+    seen, (sent, waiting) = -1, tcp_bytes()
+    while sent - seen > 1000 or waiting > 1000:
         time.sleep(0.2)
-        seen, sent = sent, tcp_bytes_sent()
+        seen, (sent, waiting) = sent, tcp_bytes()
     return sent
 
 
