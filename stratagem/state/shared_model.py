@@ -18,9 +18,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.wire.freed_memory import return_freed_memory
 from stratagem.wire.segment import Segment, aligned
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import gather_tree
+
+_LARGE = 1 << 20  # bytes of a tensor, from which its memory is given back at once
+
+
+def _freed(moved: Tensor) -> None:
+    """A tensor's own memory is free now that it lies in shared memory."""
+    if moved.nbytes >= _LARGE:
+        return_freed_memory()
 
 
 def shared_views(
@@ -73,6 +82,7 @@ class SharedTensors:
                 tensor.data = view
                 if self._leads and not keeps:
                     segment.let_go(view)
+                    _freed(view)
         collective.barrier()
 
     def own(self, used: dict[Tensor, list[int]]) -> None:
@@ -181,8 +191,10 @@ class OwnedState:
             index, name, value = entries.pop(0)
             view = segment.tensor(value.dtype, value.shape, start).copy_(value)
             self._views[index, name] = self._optimizer.state[self._params[index]][name] = view
-            kind = str(value.dtype).removeprefix("torch.")
-            outline.append([index, name, kind, list(value.shape), start])
+            del value
+            _freed(view)
+            kind = str(view.dtype).removeprefix("torch.")
+            outline.append([index, name, kind, list(view.shape), start])
         self._segment = segment  # until the first process has mapped it
         return {"handle": segment.handle, "entries": outline}
 
