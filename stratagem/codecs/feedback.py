@@ -25,42 +25,74 @@ _HALF = (torch.float16, torch.bfloat16)
 Kept = dict[str, dict[str, Tensor]]
 
 
-class Memory:
-    """What is kept for one flat gradient: `kept` counts, `draft` becomes it if the step does.
+class Carried:
+    """Numbers carried from step to step, in up to three buffers that change places.
 
-    Where a step may have to be done again, `before` is what was kept before the last one.
+                 before        kept          draft
+        step n   after n-2     after n-1     being written
+        settle   after n-1     after n       free             if the gradients were finite
+                 after n-1     after n-1     free             if they were not
+        undo     free          after n-1                      step n is to be done again
+
+    `before` exists only after `remember`.
     """
 
-    before: dict[str, Tensor] | None = None
+    before: Tensor | None = None
 
-    def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
-        self.flat, self.layout = flat, layout
-        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
-        self.kept = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
-        self.draft = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
-        #: whether this step has brought a number that is none
-        self.spoilt = False
+    def __init__(self, zeros: Tensor) -> None:
+        self.kept, self.draft = zeros, torch.zeros_like(zeros)
+
+    def remember(self) -> None:
+        """Keep what `undo` goes back to."""
+        self.before = torch.zeros_like(self.kept)
 
     def settle(self, spoilt: bool) -> None:
-        """The step is over: keep its drafts, or what was there before it."""
+        """End the step: the draft becomes what is kept, unless the step is spoilt."""
         if spoilt:
-            self.flat.fill_(float("nan"))
-            for name, earlier in (self.before or {}).items():
-                earlier.copy_(self.kept[name])
+            if self.before is not None:
+                self.before.copy_(self.kept)
         elif self.before is None:
             self.kept, self.draft = self.draft, self.kept
         else:
             self.before, self.kept, self.draft = self.kept, self.draft, self.before
+
+    def undo(self) -> None:
+        """Go back to what was kept before the last step."""
+        assert self.before is not None
+        self.kept, self.before = self.before, self.kept
+
+
+class Memory:
+    """What one flat gradient's reducer carries from step to step."""
+
+    def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
+        self.flat, self.layout = flat, layout
+        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
+        #: a number for each of the gradient's, by what it is
+        self.by_name = {name: Carried(torch.zeros_like(flat, dtype=dtype)) for name in names}
+        self.residual = self.by_name["residual"]
+        #: whatever `settle` and `undo` move
+        self.carried = list(self.by_name.values())
+        #: whether this step has brought a number that is not finite
+        self.spoilt = False
+
+    def settle(self, spoilt: bool) -> None:
+        """End the step, which is spoilt if any replica had a number that is not finite."""
+        if spoilt:
+            self.flat.fill_(float("nan"))
+        for each in self.carried:
+            each.settle(spoilt)
         self.spoilt = False
 
     def remember(self) -> None:
         """Have `undo` go back a step."""
-        self.before = {name: torch.zeros_like(flat) for name, flat in self.kept.items()}
+        for each in self.carried:
+            each.remember()
 
     def undo(self) -> None:
-        """The last step is to be done again."""
-        assert self.before is not None
-        self.kept = self.before
+        """Go back to the state before the last step."""
+        for each in self.carried:
+            each.undo()
 
 
 class Feedback(Reducer):
@@ -115,10 +147,10 @@ class Feedback(Reducer):
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         """Send every number, and what was left out before."""
-        memory.flat.add_(memory.kept["residual"])
+        memory.flat.add_(memory.residual.kept)
         self.collective.all_reduce(memory.flat).wait()
         memory.spoilt = not finite(memory.flat)
-        memory.draft["residual"].zero_()
+        memory.residual.draft.zero_()
 
     def send(self, memory: Memory, spoilt: bool) -> None:
         """Replace the flat gradient by the sum of what all replicas send."""
@@ -183,11 +215,11 @@ class Feedback(Reducer):
             self.restore(memory, kept)
 
     def saved(self, memory: Memory) -> Kept:
-        return {name: memory.layout.split(flat) for name, flat in memory.kept.items()}
+        return {name: memory.layout.split(each.kept) for name, each in memory.by_name.items()}
 
     def restore(self, memory: Memory, kept: Kept) -> None:
-        for name, flat in memory.kept.items():
-            memory.layout.join(kept.get(name, {}), flat)
+        for name, each in memory.by_name.items():
+            memory.layout.join(kept.get(name, {}), each.kept)
 
 
 def finite(flat: Tensor) -> bool:

@@ -68,7 +68,7 @@ class FactorMemory(Memory):
             elif count:
                 self.others.append((at, at + count))
             at += count
-        like = self.kept["residual"]
+        like = self.residual.kept
         self.factors = [_first(matrix, like) for matrix in self.matrices]
         self.new_factors = self.earlier_factors = self.factors
 
@@ -96,7 +96,7 @@ class LowRank(Feedback):
         left = sum(m.rows * m.rank for m in made.matrices)
         left += sum(end - start for start, end in made.others)
         right = sum(m.columns * m.rank for m in made.matrices)
-        like = made.kept["residual"]
+        like = made.residual.kept
         for side, count in (("left", left), ("right", right)):
             pack = self.collective.buffer(count, like.dtype, like.device)
             self._packs[flat.data_ptr(), side] = pack
@@ -109,7 +109,7 @@ class LowRank(Feedback):
             super()._reduce(memory, weight)
             return
         assert isinstance(memory, FactorMemory)
-        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        kept, draft = memory.residual.kept, memory.residual.draft
         if weight:
             torch.add(kept, memory.flat, alpha=weight, out=draft)
         else:
@@ -142,7 +142,7 @@ class LowRank(Feedback):
         others: Tensor,
     ) -> None:
         """Write the gradient, and subtract from the draft what this replica has sent of it."""
-        draft = memory.draft["residual"]
+        draft = memory.residual.draft
         for i, matrix in enumerate(memory.matrices):
             into = matrix.of(memory.flat)
             if into.dtype is draft.dtype:

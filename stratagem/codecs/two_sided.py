@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stratagem.codecs.compression import Compression, SliceCodec, is_small
-from stratagem.codecs.feedback import Feedback, Kept, Memory, finite
+from stratagem.codecs.feedback import Carried, Feedback, Kept, Memory, finite
 from stratagem.codecs.layout import Layout, Slice
 from stratagem.codecs.topk import TopK
 from stratagem.wire.collective import Collective
@@ -42,26 +42,11 @@ class SliceMemory(Memory):
         super().__init__(flat, layout, names)
         self.slices: list[Slice] = layout.slices(size)
         self.mine = self.slices[rank]
-        residual = self.kept["residual"]
-        self.of_sum = residual.new_zeros(self.mine.end - self.mine.start)
-        self.draft_of_sum = torch.zeros_like(self.of_sum)
+        #: what is left out of the sums of that slice
+        self.sums = Carried(self.residual.kept.new_zeros(self.mine.end - self.mine.start))
+        self.carried.append(self.sums)
         #: bytes that each slice is sent as
         self.width = 0
-
-    def settle(self, spoilt: bool) -> None:
-        super().settle(spoilt)
-        if self.before is not None:
-            self.of_sum_before.copy_(self.of_sum)
-        if not spoilt:
-            self.of_sum, self.draft_of_sum = self.draft_of_sum, self.of_sum
-
-    def remember(self) -> None:
-        super().remember()
-        self.of_sum_before = torch.zeros_like(self.of_sum)
-
-    def undo(self) -> None:
-        super().undo()
-        self.of_sum = self.of_sum_before
 
 
 class TwoSided(Feedback):
@@ -74,12 +59,12 @@ class TwoSided(Feedback):
     def memory(self, flat: Tensor, layout: Layout) -> SliceMemory:
         at = self.collective
         made = SliceMemory(flat, layout, self.keeps, at.size, at.rank)
-        made.width = width(self.codec, made.slices, made.of_sum.itemsize)
+        made.width = width(self.codec, made.slices, made.sums.kept.itemsize)
         return made
 
     def send(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
-        mine, draft = memory.mine, memory.draft["residual"]
+        mine, draft = memory.mine, memory.residual.draft
         self.charge(memory, spoilt)
         out = memory.flat.new_zeros((len(memory.slices), memory.width), dtype=torch.uint8)
         taken = self._take(draft, memory.slices, out[:, _HEAD:])
@@ -87,7 +72,7 @@ class TwoSided(Feedback):
             self.taken(memory, taken)
         out[:, 0] = spoilt
         received = self.collective.swap(out)
-        total = memory.draft_of_sum.copy_(memory.of_sum)
+        total = memory.sums.draft.copy_(memory.sums.kept)
         self._add(received[:, _HEAD:], [Slice(0, len(total), mine.lengths)] * len(received), total)
         spoilt = bool(received[:, 0].any()) or not finite(total)
         back = torch.zeros_like(out[0])
@@ -101,7 +86,7 @@ class TwoSided(Feedback):
             self._write(memory, rows)
 
     def _write(self, memory: SliceMemory, rows: Tensor) -> None:
-        flat, residual = memory.flat, memory.kept["residual"]
+        flat, residual = memory.flat, memory.residual.kept
         total = flat.zero_() if flat.dtype is residual.dtype else torch.zeros_like(residual)
         self._add(rows[:, _HEAD:], memory.slices, total)
         if total is not flat:
@@ -129,7 +114,7 @@ class TwoSided(Feedback):
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         """Draft what is to be sent: the gradient and what was left out before."""
-        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        kept, draft = memory.residual.kept, memory.residual.draft
         if spoilt:
             draft.copy_(kept)
         else:
@@ -141,24 +126,24 @@ class TwoSided(Feedback):
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
         part = memory.flat[memory.mine.start : memory.mine.end]
-        part.add_(memory.of_sum)
-        memory.draft_of_sum.zero_()
+        part.add_(memory.sums.kept)
+        memory.sums.draft.zero_()
         super().send_dense(memory, spoilt)
 
     # --- checkpoints --------------------------------------------------------------------------
 
     def saved(self, memory: Memory) -> Kept:
         assert isinstance(memory, SliceMemory)
-        whole = torch.zeros_like(memory.kept["residual"])
-        whole[memory.mine.start : memory.mine.end] = memory.of_sum
+        whole = torch.zeros_like(memory.residual.kept)
+        whole[memory.mine.start : memory.mine.end] = memory.sums.kept
         return {**super().saved(memory), "of_sums": memory.layout.split(whole)}
 
     def restore(self, memory: Memory, kept: Kept) -> None:
         assert isinstance(memory, SliceMemory)
         super().restore(memory, kept)
-        whole = torch.zeros_like(memory.kept["residual"])
+        whole = torch.zeros_like(memory.residual.kept)
         memory.layout.join(kept.get("of_sums", {}), whole)
-        memory.of_sum.copy_(whole[memory.mine.start : memory.mine.end])
+        memory.sums.kept.copy_(whole[memory.mine.start : memory.mine.end])
 
 
 class LargestFirst(TwoSided):
@@ -178,15 +163,15 @@ class LargestFirst(TwoSided):
                 memory.flat.mul_(self._clipped(memory.flat))
             super().charge(memory, spoilt)
             return
-        residual, moved = memory.draft["residual"], memory.draft["momentum"]
-        residual.copy_(memory.kept["residual"])
+        residual, moved = memory.residual.draft, memory.by_name["momentum"].draft
+        residual.copy_(memory.residual.kept)
         self._move(memory, spoilt)
         residual.add_(moved)
 
     def _move(self, memory: SliceMemory, spoilt: bool) -> Tensor:
         """Draft the momentum with this gradient."""
-        moved = memory.draft["momentum"]
-        torch.mul(memory.kept["momentum"], self.top.momentum, out=moved)
+        moved = memory.by_name["momentum"].draft
+        torch.mul(memory.by_name["momentum"].kept, self.top.momentum, out=moved)
         if not spoilt:
             moved.add_(memory.flat, alpha=self._clipped(memory.flat))
         return moved
@@ -201,7 +186,7 @@ class LargestFirst(TwoSided):
 
     def taken(self, memory: SliceMemory, places: Tensor) -> None:
         if self.moves and self.top.masking:
-            memory.draft["momentum"].index_fill_(0, places, 0.0)
+            memory.by_name["momentum"].draft.index_fill_(0, places, 0.0)
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
@@ -209,7 +194,7 @@ class LargestFirst(TwoSided):
             if self.top.clip is not None and not spoilt:
                 memory.flat.mul_(self._clipped(memory.flat))
         elif spoilt:
-            memory.draft["momentum"].copy_(memory.kept["momentum"])
+            memory.by_name["momentum"].draft.copy_(memory.by_name["momentum"].kept)
         else:
             memory.flat.copy_(self._move(memory, spoilt))
         super().send_dense(memory, spoilt)

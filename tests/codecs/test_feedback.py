@@ -310,7 +310,7 @@ def test_warm_starts_come_near_the_best_of_that_rank() -> None:
     for _ in range(8):
         flat.copy_(values.reshape(-1))
         for memory in made._memories.values():
-            memory.kept["residual"].zero_()  # the power method alone
+            memory.residual.kept.zero_()  # the power method alone
         made.reduce(flat, 1.0).wait()
         made.end_step()
         errors.append(float((values - flat.view(40, 60)).norm() / best))
