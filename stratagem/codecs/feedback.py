@@ -17,9 +17,7 @@ from stratagem.codecs.compression import Compression
 from stratagem.codecs.layout import Layout
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.wire.collective import Collective, Pending, apply_weight
-
-_HALF = (torch.float16, torch.bfloat16)
+from stratagem.wire.collective import HALF, Collective, Pending, apply_weight
 
 #: by the name of what is kept ("residual", "momentum", ...): by parameter, the numbers
 Kept = dict[str, dict[str, Tensor]]
@@ -67,7 +65,7 @@ class Memory:
 
     def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
         self.flat, self.layout = flat, layout
-        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
+        dtype = torch.float32 if flat.dtype in HALF else flat.dtype
         #: a number for each of the gradient's, by what it is
         self.by_name = {name: Carried(torch.zeros_like(flat, dtype=dtype)) for name in names}
         self.residual = self.by_name["residual"]

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: the types of 16 bits, which are added up in fp32
+HALF = (torch.float16, torch.bfloat16)
+
 
 class Pending:
     """Work under way; `wait` returns when its tensor may be read."""
@@ -97,9 +100,14 @@ class Collective(ABC):
     def tell(self) -> None:  # noqa: B027
         """The others have everything from here on, or it is on its way."""
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with the source's."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+        received = self.broadcast_bytes(raw if self.rank == source else None, source)
+        if self.rank != source and flat.numel():
+            with torch.no_grad():  # the clone begins where numbers of any type may begin
+                tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
     @abstractmethod
     def barrier(self) -> None:
@@ -119,6 +127,11 @@ class Collective(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of connections and memory, where there are any."""
+
+
+def add_up(rows: Tensor) -> Tensor:
+    """Add up the rows of a table; numbers of 16 bits in fp32, rounded once."""
+    return rows.sum(0, dtype=torch.float32 if rows.dtype in HALF else rows.dtype).to(rows.dtype)
 
 
 def apply_weight(flat: Tensor, weight: float) -> None:

@@ -17,8 +17,9 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from stratagem.wire.collective import add_up
 
 
 class BackgroundWork:
@@ -75,7 +76,7 @@ def sum_half(group: Any, rank: int, flat: Tensor, tag: int) -> None:
     for work in arrive:
         work.wait()
     if mine.numel():
-        mine.copy_(torch.sum(parts, 0, dtype=torch.float32))
+        mine.copy_(add_up(parts))
         sent += [group.send([mine], other, tag + 1) for other in others]
     for work in (*back, *sent):
         work.wait()

@@ -29,7 +29,7 @@ from stratagem.compat.torch_names import gloo_options, nccl_options, registered_
 from stratagem.errors import DeviceError
 from stratagem.figures.meter import METER
 from stratagem.wire import link_time
-from stratagem.wire.collective import Pending
+from stratagem.wire.collective import HALF, Pending, add_up
 from stratagem.wire.lateness import AGAIN, FIRST, Lateness, Limit, say_late
 from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
 from stratagem.wire.port_filter import listening, shut
@@ -39,7 +39,6 @@ from stratagem.wire.port_filter import listening, shut
 _SOON, _GLANCE = timedelta(milliseconds=4), timedelta(milliseconds=20)
 _LONG = 0.2  # seconds
 _TAGS = 1 << 30  # of single messages; Gloo counts in 32 bits
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class ProcessGroup:
         sent[:count].copy_(flat)
         received = torch.empty_like(sent)
         self._do(self._group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
-        total = received.view(size, chunk).float().sum(0).to(flat.dtype)
+        total = add_up(received.view(size, chunk))
         parts = list(sent.view(size, chunk).unbind(0))
         self._do(self._group.allgather([parts], [total]))
         flat.copy_(sent[:count])
@@ -176,7 +175,7 @@ class ProcessGroup:
             parts = [torch.empty_like(flat) for _ in range(self.size)] if self.rank == root else []
             self._do(self._group.gather([parts] if parts else [], [flat], gather))
             if parts:
-                flat.copy_(torch.stack(parts).float().sum(0))
+                flat.copy_(add_up(torch.stack(parts)))
             return
         options: Any = dist.ReduceOptions()
         options.rootRank = root
@@ -217,8 +216,7 @@ class ProcessGroup:
 
         def finish() -> None:
             pending.wait()
-            wide = received.float() if received.dtype in HALF else received
-            part.view(-1).copy_(wide.sum(0))
+            part.view(-1).copy_(add_up(received))
 
         return Pending(finish)
 

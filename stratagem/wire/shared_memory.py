@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import METER
-from stratagem.wire.collective import Collective, Pending
+from stratagem.wire.collective import HALF, Collective, Pending
 from stratagem.wire.collective_log import TURN, LoggedCollective
 from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment, aligned
@@ -37,7 +37,6 @@ _MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient",
 _SPIN, _DOZE = 200e-6, 20e-6  # seconds
 _LONGEST, _LOOK = 1e-3, 5e-3  # seconds: of one doze, and between two looks after a peer
 Watch = Callable[[int, float], None]
-_HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -239,7 +238,7 @@ class SharedMemoryCollective(LoggedCollective):
             start, end = slices(table.count, self.size)[self.rank]
             parts = table.parts = table.parts_at(start, end - start)
         if size := len(parts[0]):
-            wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
+            wide = torch.float32 if parts[0].dtype in HALF else parts[0].dtype
             total = torch.empty(size, dtype=wide)
             sum_parts(parts, self._weights.tolist(), total)
             for part in parts:
@@ -264,13 +263,6 @@ class SharedMemoryCollective(LoggedCollective):
         found = data if data is not None and self.rank == source else self._mail.fetch(source, box)
         self._note("broadcast", lambda: found)
         return found
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        received = self.broadcast_bytes(flat if self.rank == source else None, source)
-        if self.rank != source:
-            with torch.no_grad():
-                tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
     def forget_mail(self) -> None:
         """Give back the memory of large messages, which all have read. Collective."""

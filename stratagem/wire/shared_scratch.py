@@ -17,9 +17,8 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
+from stratagem.wire.collective import HALF
 from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class SharedScratch:
@@ -44,7 +43,7 @@ class SharedScratch:
         rows[self.rank].view(tensor.shape).copy_(tensor)
         METER.bytes += tensor.nbytes
         self._collective.meet("reduction")
-        if tensor.dtype in _HALF:
+        if tensor.dtype in HALF:
             wide = torch.stack(rows).float().sum(0)
             return wide.to(tensor.dtype).view(tensor.shape)
         total = rows[0] + rows[1] if self.size > 1 else rows[0].clone()
