@@ -130,8 +130,8 @@ class GenerationHub(Door):
             self._working = None
             self._first, self._hellos = old is None, {}
             self._call = None if old is None else self._call
-        everybody = frozenset(member.name for member in self._members)
-        expected = everybody if old is None else old.still_here
+        all_names = frozenset(member.name for member in self._members)
+        expected = all_names if old is None else old.still_here
         try:
             sockets = self.gather_next(expected, old, self._limit, None)
         except ReplicaMissing:

@@ -88,8 +88,8 @@ class Generations:
                 return self._visit(self._limit)
             except JobRuns:
                 return None
-        everybody = frozenset(member.name for member in self._members)
-        return self._as_hub(self._door.gather_next(everybody, None, self._limit, None))
+        all_names = frozenset(member.name for member in self._members)
+        return self._as_hub(self._door.gather_next(all_names, None, self._limit, None))
 
     def join(self, call: str) -> Membership:
         """Join a running job, which is in `call`."""

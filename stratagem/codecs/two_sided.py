@@ -1,11 +1,12 @@
-"""Compressed both ways: to the replica that adds a slice up, and from there to all.
+"""An all-reduce that is compressed both ways: to the replica that sums a slice, and back.
 
     replica 0  [ slice 0 | slice 1 | slice 2 ]      each sends slice s, compressed, to replica s
-    replica 1  [ slice 0 | slice 1 | slice 2 ]      replica s adds them up, compresses the sum,
+    replica 1  [ slice 0 | slice 1 | slice 2 ]      replica s sums them, compresses the sum,
     replica 2  [ slice 0 | slice 1 | slice 2 ]      and sends it to all
 
-Every replica sends twice (N-1)/N of a compressed gradient, for any N. All decode the same bytes,
-so all hold the same bits. What is left out is kept on both sides.
+Each replica sends (N-1)/N of a compressed gradient twice, for any N. All decode the same bytes,
+so all hold the same bits. Both sides have error feedback: each replica has a residual of its
+gradient, and one of the sums of its slice.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from stratagem.codecs.layout import Layout, Slice
 from stratagem.codecs.topk import TopK
 from stratagem.wire.collective import Collective
 
-#: bytes before each slice: whether its sender has a number that is none
+#: bytes before each slice; the first says whether the sender has a number that is not finite
 _HEAD = 8
 
 
 def width(codec: SliceCodec, slices: Sequence[Slice], itemsize: int) -> int:
-    """Bytes that each of these slices is sent as: those of the longest."""
+    """Return the bytes that every slice is sent as: those of the longest."""
     room = max(codec.room(each.lengths, itemsize) for each in slices)
     return _HEAD + -(-room // 8) * 8
 
 
 class SliceMemory(Memory):
-    """A memory with the slice that is added up here."""
+    """A memory with the residual of the slice that this replica sums."""
 
     def __init__(
         self, flat: Tensor, layout: Layout, names: tuple[str, ...], size: int, rank: int
@@ -42,15 +43,15 @@ class SliceMemory(Memory):
         super().__init__(flat, layout, names)
         self.slices: list[Slice] = layout.slices(size)
         self.mine = self.slices[rank]
-        #: what is left out of the sums of that slice
+        #: the residual of that slice's sums
         self.sums = Carried(self.residual.kept.new_zeros(self.mine.end - self.mine.start))
         self.carried.append(self.sums)
-        #: bytes that each slice is sent as
+        #: bytes of an encoded slice
         self.width = 0
 
 
 class TwoSided(Feedback):
-    """The reducer of compressions that take any slice for itself."""
+    """The reducer of compressions that encode slices."""
 
     def __init__(self, collective: Collective, record: Compression, codec: SliceCodec) -> None:
         super().__init__(collective, record)
@@ -93,7 +94,7 @@ class TwoSided(Feedback):
             flat.copy_(total)
 
     def _take(self, flat: Tensor, slices: Sequence[Slice], rows: Tensor) -> Tensor | None:
-        """Encode slices, a row each; returns the places that were taken whole, if only some are."""
+        """Encode each slice into a row; returns the indices that were sent exactly, if any."""
         found: list[Tensor] = []
         few = is_small(flat)
         values, into = (flat.numpy(), rows.numpy()) if few else (flat, rows)
@@ -105,7 +106,7 @@ class TwoSided(Feedback):
         return torch.cat(found) if found else None
 
     def _add(self, rows: Tensor, slices: Sequence[Slice], flat: Tensor) -> None:
-        """Add to each slice what its row has."""
+        """Decode each row and add it to its slice."""
         few = is_small(flat)
         into, wires = (flat.numpy(), rows.numpy()) if few else (flat, rows)
         add: Any = self.codec.add_few if few else self.codec.add
@@ -113,7 +114,7 @@ class TwoSided(Feedback):
             add(wire, each.lengths, into[each.start : each.end])
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
-        """Draft what is to be sent: the gradient and what was left out before."""
+        """Write the gradient plus the residual to the draft."""
         kept, draft = memory.residual.kept, memory.residual.draft
         if spoilt:
             draft.copy_(kept)
@@ -121,7 +122,7 @@ class TwoSided(Feedback):
             torch.add(kept, memory.flat, out=draft)
 
     def taken(self, memory: SliceMemory, places: Tensor) -> None:
-        """These places were taken whole."""
+        """React to the indices that were sent exactly."""
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
@@ -155,7 +156,7 @@ class LargestFirst(TwoSided):
         self.moves = record.momentum > 0
         if self.moves:
             self.keeps = ("residual", "momentum")
-        self.whole = self.whole or record.clip is not None  # by the norm of all gradients
+        self.whole = self.whole or record.clip is not None  # clipping needs all gradients
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         if not self.moves:
@@ -169,7 +170,7 @@ class LargestFirst(TwoSided):
         residual.add_(moved)
 
     def _move(self, memory: SliceMemory, spoilt: bool) -> Tensor:
-        """Draft the momentum with this gradient."""
+        """Write the momentum that includes this gradient to its draft."""
         moved = memory.by_name["momentum"].draft
         torch.mul(memory.by_name["momentum"].kept, self.top.momentum, out=moved)
         if not spoilt:
