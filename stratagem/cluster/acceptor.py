@@ -1,14 +1,13 @@
-"""A port of the job: whoever proves the secret comes in, strangers stay outside and few.
+"""Accepts connections on a port of the job, from peers that prove the secret.
 
-    kernel's queue ──> strangers: at most PLACES, heard by one thread ──> members: a thread each
-                       closed after GREETING seconds, or for others
+    kernel's queue ──> strangers: at most PLACES, served by one thread ──> members: a thread each
+                       closed after GREETING seconds, or to make room
 
-A stranger has no thread and no more memory than one message of the greeting. When the places are
-taken, the oldest one of the address that holds most of them goes: a member needs its place for two
-round trips, an outsider who wants to keep a place keeps it from nobody. Strangers are accepted as
-long as attending to them takes less than COST of a processor, however slow that is; the others wait
-in the kernel's queue, and a member that is not heard in time tries again. Members, once they are
-in, take part in none of this.
+A stranger has no thread, and no more memory than one message of the greeting. When all places are
+taken, the oldest stranger of the address with most of them is closed: a member needs its place for
+two round trips only, so an outsider who holds places keeps no member out. Strangers are accepted
+while serving them takes less than COST of a processor; the rest wait in the kernel's queue, and a
+member that is not served in time tries again. Members take no part in these limits.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from stratagem.errors import HandshakeError
 
 log = logging.getLogger("stratagem")
 
-GREETING = 5.0  # seconds a peer has to prove the secret, and then to say who it is
-PLACES = 256  # of those who have not proved it
-COST = 0.03  # of a processor, that strangers may have in the long run
-AT_ONCE = 0.01  # seconds of it that they may have before that counts
-A_MEMBER = 0.0005  # seconds that one more is worth who has proved the secret
-EVERY = 60.0  # seconds between two lines about those who were only counted
+GREETING = 5.0  # seconds for a peer to prove the secret, and then to send its hello
+PLACES = 256  # connections that have not proved it
+COST = 0.03  # of a processor, that strangers may use in the long run
+AT_ONCE = 0.01  # seconds of processor time that they may use at once
+A_MEMBER = 0.0005  # seconds that each member adds to the budget
+EVERY = 60.0  # seconds between two log lines that sum up refusals
 
 _PAUSE = 0.2  # seconds to the next try, without a descriptor left or after an unforeseen error
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -54,7 +53,7 @@ class Refusals:
         self._since = time.monotonic()
 
     def tell(self, peer: str, problem: Exception) -> None:
-        """Log it if it is the first of its kind, else count it."""
+        """Log a refusal if it is the first of its kind, else count it."""
         kind = type(problem).__name__
         with self._lock:
             first = kind not in self._known
@@ -68,7 +67,7 @@ class Refusals:
         self.sum_up(EVERY)
 
     def sum_up(self, after: float = 0.0) -> None:
-        """Log the count if that many seconds have passed since the last line, and count anew."""
+        """Log and reset the count if `after` seconds have passed since the last line."""
         now = time.monotonic()
         with self._lock:
             passed = now - self._since
@@ -88,30 +87,30 @@ class Refusals:
 
 
 class TooManyStrangers(HandshakeError):
-    """A connection was closed for others that wait to prove the secret."""
+    """A connection was closed to make room for others that are to prove the secret."""
 
 
 class _Budget:
-    """How much processor time strangers may have now; asked in the thread that attends to them."""
+    """The processor time that strangers may use; for the thread that serves them."""
 
     def __init__(self) -> None:
         self._left, self._when = AT_ONCE, time.monotonic()
         self._spent = time.thread_time()
 
     def allows(self) -> bool:
-        """Whether another one may be accepted."""
+        """Whether another stranger may be accepted."""
         now, spent = time.monotonic(), time.thread_time()
         earned = min(AT_ONCE, self._left + COST * (now - self._when))
         self._left, self._when, self._spent = earned - (spent - self._spent), now, spent
         return self._left > 0
 
     def give_back(self) -> None:
-        """A member came in: they may be many, and need not wait for each other."""
+        """Add time for a member that came in, so that many members need not wait."""
         self._left += A_MEMBER
 
     @property
     def pause(self) -> float:
-        """Seconds until a few more may come."""
+        """Seconds until more strangers may be accepted."""
         return max(0.0, 0.0005 - self._left) / COST
 
 
@@ -128,9 +127,9 @@ class _Stranger:
 
 
 class Acceptor:
-    """Attends to a listening socket, which it owns, from `open` until `close`.
+    """Serves a listening socket, which it owns, from `open` until `close`.
 
-    `come_in` gets each connection that has proved the secret, blocking, in a thread of its own.
+    `come_in` gets each connection that has proved the secret, in blocking mode, on its own thread.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ class Acceptor:
         self.refusals = Refusals(where)
         self._secret = secret
         self._come_in = come_in
-        #: by the host they come from, the oldest first
+        #: strangers by their host, the oldest first
         self._outside: dict[str, dict[socket.socket, _Stranger]] = {}
         self._count = 0
         self._closed = False
@@ -156,18 +155,18 @@ class Acceptor:
         self._thread = threading.Thread(target=self._attend, name="stratagem-acceptor", daemon=True)
 
     def open(self) -> None:
-        """Begin to accept; apart from the constructor, so that `come_in` finds its owner whole."""
+        """Begin to accept; apart from the constructor, so that `come_in`'s owner is complete."""
         self._thread.start()
 
     @property
     def closed(self) -> bool:
-        """Whether nobody comes in any more."""
+        """Whether `close` was called."""
         return self._closed
 
     def close(self) -> bool:
-        """Stop listening, and hang up on those who have not proved the secret.
+        """Stop listening, and close the connections that have not proved the secret.
 
-        False if there was nothing to close: it had been closed, or is a forked child's copy.
+        False if it was closed before, or is a forked child's copy.
         """
         if self._sock.fileno() < 0:
             return False
@@ -186,7 +185,7 @@ class Acceptor:
             while not self._closed:
                 try:
                     self._do_round()
-                except Exception:  # the port must outlive it: nobody else would answer there
+                except Exception:  # the port must outlive it
                     _tell_unforeseen(self.refusals.where)
                     time.sleep(_PAUSE)
             for stranger in [each for room in self._outside.values() for each in room.values()]:
@@ -195,9 +194,9 @@ class Acceptor:
             self.refusals.sum_up()
 
     def _do_round(self) -> None:
-        """Wait for something to happen, and see to it; late ones first, whatever others cause."""
+        """Wait for events and handle them; timeouts first."""
         now = time.monotonic()
-        self._send_late_ones_away(now)
+        self._refuse_late(now)
         self._listen(now >= self._accept_from)
         for key, _ in self._selector.select(self._until_next(now)):
             if key.fileobj is self._sock:
@@ -206,7 +205,7 @@ class Acceptor:
                 self._hear(key.data)
 
     def _listen(self, wanted: bool) -> None:
-        """Have the selector tell of new connections, or not."""
+        """Register or unregister the listening socket with the selector."""
         if wanted == (self._sock.fileno() in self._selector.get_map()):
             return
         if wanted:
@@ -221,7 +220,7 @@ class Acceptor:
         return max(0.0, min(times) - now) if times else None
 
     def _accept(self) -> float:
-        """Take in those who wait, as far as the budget goes; the seconds until the next time."""
+        """Accept connections within the budget; returns the seconds until the next time."""
         while self._budget.allows():
             try:
                 sock, _ = self._sock.accept()
@@ -231,7 +230,7 @@ class Acceptor:
                     return _PAUSE
                 if isinstance(problem, BlockingIOError):
                     return 0.0
-                continue  # it hung up before we came to the door
+                continue  # the peer hung up before
             self._admit(not_in_children(sock))
         return self._budget.pause
 
@@ -266,7 +265,7 @@ class Acceptor:
                 if answer and stranger.sock.send(answer) != len(answer):
                     raise ConnectionResetError("it does not read")
         except BlockingIOError:
-            return  # the rest when it comes
+            return  # the rest is still to come
         except HandshakeError as problem:
             if isinstance(problem, WrongSecret):
                 with contextlib.suppress(OSError):
@@ -289,11 +288,11 @@ class Acceptor:
         )
         try:
             thread.start()
-        except RuntimeError as problem:  # the system has no thread left: the door stays open
+        except RuntimeError as problem:  # the system has no thread left; the port stays open
             self.refusals.tell(stranger.peer, problem)
             stranger.sock.close()
 
-    def _send_late_ones_away(self, now: float) -> None:
+    def _refuse_late(self, now: float) -> None:
         for room in list(self._outside.values()):
             while room and (oldest := next(iter(room.values()))).until <= now:
                 self._refuse(oldest, self._silence(oldest, TimeoutError("timed out")))
@@ -319,5 +318,5 @@ class Acceptor:
 def _tell_unforeseen(where: str) -> None:
     try:
         log.exception("the door of %s met an unforeseen error, and goes on", where)
-    except Exception:  # a handler of the user's: perhaps it is what raised before
+    except Exception:  # a logging handler of the user's, which may have raised before, too
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What the environment of this process says: its place in a cluster, and its processors.
+"""Reads this process's place in a cluster, and its processors, from the environment.
 
 No other file reads the variables of schedulers:
 
@@ -44,18 +44,18 @@ TF_ROLES = {**{role: role for role in ROLES}, "master": "chief"}  # TensorFlow 1
 
 
 def from_tf_config(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that TF_CONFIG gives, if it holds a cluster."""
+    """Return the place in TF_CONFIG, if it holds a cluster."""
     return read_tf_config(environ.get("TF_CONFIG", ""), TF_ROLES, "TF_CONFIG", TF_CONFIG_EXAMPLE)
 
 
 def read_tf_config(text: str, names: Mapping[str, str], where: str, example: str) -> Place | None:
-    """Return the place in a document of this form; `names` turns its names into roles."""
+    """Return the place in a document of TF_CONFIG's form; `names` maps its names to roles."""
     if not text.strip():
         return None
     fail = partial(wrong, where=where, example=example)
     document = read_object(text, fail)
     cluster = document.get("cluster")
-    # One machine alone is told of no cluster: `{}` is what schedulers then write.
+    # For a single machine schedulers write `{}`.
     if cluster is None or cluster == {}:
         return None
     if not isinstance(cluster, dict):
@@ -80,7 +80,7 @@ def _task(raw: object, names: Mapping[str, str], fail: Fail) -> Task:
     if not isinstance(raw, dict):
         raise fail(f"the task must be an object with type and index, not {quote(raw)}")
     role = _role(raw.get("type"), names, fail)
-    # There is one evaluator at most, and Vertex AI numbers it freely.
+    # There is at most one evaluator, to which Vertex AI may give any index.
     if role == "evaluator":
         return Task("evaluator")
     index = integer(raw.get("index", 0 if role in SINGLE else None))
@@ -110,8 +110,8 @@ VERTEX_EXAMPLE = (
 
 
 def from_vertex(environ: Mapping[str, str]) -> Place | None:
-    """Return the place that CLUSTER_SPEC gives, if it holds a cluster."""
-    # Google's own client tests a lone machine with TensorFlow's role names instead of pools.
+    """Return the place in CLUSTER_SPEC, if it holds a cluster."""
+    # For a single machine Google's client writes TensorFlow's role names instead of pools.
     names = {**_POOLS, **TF_ROLES}
     return read_tf_config(environ.get("CLUSTER_SPEC", ""), names, "CLUSTER_SPEC", VERTEX_EXAMPLE)
 
@@ -122,10 +122,10 @@ _MASTER_EXAMPLE = "MASTER_ADDR=10.0.0.1"
 def from_torchrun(environ: Mapping[str, str]) -> Place | None:
     """Return the place of this rank, if RANK and WORLD_SIZE are set.
 
-    Every rank is a worker, rank 0 the chief. torchrun does not tell where the other ranks are, so
-    only the chief's address can be reached; the other addresses are labels (node1:29504) that name
-    a task, and nodes with different numbers of processes see different labels. Where all ranks are
-    on one node they meet on its loopback, whatever name torchrun gave it.
+    Every rank is a worker, rank 0 the chief. torchrun gives no addresses of the other ranks, so
+    only the chief's can be reached; the others are labels (node1:29504) that name a task, and nodes
+    with different numbers of processes see different labels. If all ranks are on one node, they use
+    its loopback address, whatever name torchrun gave it.
     """
     if not environ.get("RANK") or not environ.get("WORLD_SIZE"):
         return None
@@ -150,16 +150,16 @@ def _rank_addresses(environ: Mapping[str, str], size: int, per_node: int) -> lis
         raise wrong(
             "not set, though RANK is; it must be rank 0's host", "MASTER_ADDR", _MASTER_EXAMPLE
         )
-    first = port(environ, _beside(number(environ, "MASTER_PORT", 1, MAX_PORT)))
+    first = port(environ, _neighbour(number(environ, "MASTER_PORT", 1, MAX_PORT)))
     if per_node == size:
         master = "127.0.0.1"
     hosts = (master if rank < per_node else f"node{rank // per_node}" for rank in range(size))
-    # Ports wrap round, and stay distinct: there are at least as many of them as tasks.
+    # Ports wrap around and stay distinct: there are at least as many as tasks.
     return [join(host, (first + rank - 1) % MAX_PORT + 1) for rank, host in enumerate(hosts)]
 
 
-def _beside(master_port: int) -> int:
-    """A port next to MASTER_PORT, which torchrun's own store occupies."""
+def _neighbour(master_port: int) -> int:
+    """Return a port next to MASTER_PORT, where torchrun's store listens."""
     return master_port + 1 if master_port < MAX_PORT else master_port - 1
 
 
@@ -179,7 +179,7 @@ def from_kubernetes(environ: Mapping[str, str]) -> Place | None:
     if not service and not environ.get("JOB_COMPLETION_INDEX"):
         return None
     size = number(environ, "STRATAGEM_WORKERS", 1, MAX_TASKS)
-    # A Service without an index is an error: every pod would train alone and nobody would know.
+    # A Service without an index is an error, or every pod would train alone unnoticed.
     why = f"completionMode: Indexed sets it; STRATAGEM_WORKERS is {size}"
     index = number(environ, "JOB_COMPLETION_INDEX", 0, size - 1, why=why)
     if not service:
@@ -198,7 +198,7 @@ def from_kubernetes(environ: Mapping[str, str]) -> Place | None:
 
 
 def _job(environ: Mapping[str, str], index: int) -> str:
-    """The Job's name: pods are called <job>-<index>."""
+    """Return the Job's name; pods are called <job>-<index>."""
     if named := environ.get("STRATAGEM_JOB", "").strip():
         return named
     pod = environ.get("HOSTNAME", "").strip().partition(".")[0]
@@ -213,7 +213,7 @@ def _job(environ: Mapping[str, str], index: int) -> str:
     return job
 
 
-# Ids from here on mean the batch script, an interactive shell or no step: one process alone.
+# Step ids from here on are the batch script, an interactive shell or no step: one process.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 _NODES = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
@@ -225,8 +225,8 @@ def from_slurm(environ: Mapping[str, str]) -> Place | None:
     """Return the place of this task, if srun started it.
 
     Task i of a machine listens at port + i, where port is STRATAGEM_PORT or
-    20000 + SLURM_JOB_ID % 20000, so that jobs that share a machine seldom meet; two steps of one
-    job at the same time need a STRATAGEM_PORT each.
+    20000 + SLURM_JOB_ID % 20000, so that jobs that share a machine seldom collide; two simultaneous
+    steps of one job need a STRATAGEM_PORT each.
     """
     step = integer(environ.get("SLURM_STEP_ID", ""))
     if step is None or not 0 <= step < _FIRST_SPECIAL_STEP:
@@ -251,7 +251,7 @@ def expand_nodelist(text: str, where: str = "nodelist") -> list[str]:
         raise wrong(f"{quote(text)} is not a list of machines", where, example)
     names: list[str] = []
     for part in parts:
-        # Odd pieces stood in brackets; every combination is a machine.
+        # Odd pieces were in brackets; every combination is a machine.
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         choices = [_expand_ranges(p, where) if i % 2 else [p] for i, p in enumerate(pieces)]
         if len(names) + math.prod(map(len, choices)) > MAX_TASKS:
@@ -261,7 +261,7 @@ def expand_nodelist(text: str, where: str = "nodelist") -> list[str]:
 
 
 def _expand_ranges(text: str, where: str) -> list[str]:
-    """01-03,7 is 01 02 03 7: as wide as the first of the range is written."""
+    """Expand 01-03,7 to 01 02 03 7, padded to the width of each range's start."""
     numbers: list[str] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part)
@@ -273,7 +273,7 @@ def _expand_ranges(text: str, where: str) -> list[str]:
 
 
 def expand_counts(text: str, where: str = "tasks per node") -> list[int]:
-    """Return the tasks of each machine in Slurm's shorthand: 2(x3),1 is 2 2 2 1."""
+    """Expand the tasks of each machine from Slurm's shorthand: 2(x3),1 is 2 2 2 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -285,7 +285,7 @@ def expand_counts(text: str, where: str = "tasks per node") -> list[int]:
 
 
 def _layout(environ: Mapping[str, str], size: int) -> tuple[list[str], list[int]]:
-    """The machines of the step, and how many tasks each has."""
+    """Return the machines of the step, and the number of tasks of each."""
     name = _first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     nodes = expand_nodelist(environ.get(name, ""), name)
     name = _first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -301,14 +301,14 @@ def _layout(environ: Mapping[str, str], size: int) -> tuple[list[str], list[int]
 
 
 def _slot(environ: Mapping[str, str], rank: int, counts: Sequence[int]) -> int:
-    """The number of this task on its machine, if tasks fill one machine after the other."""
+    """Return this task's index on its machine; an error unless tasks fill machines in order."""
     ends = list(itertools.accumulate(counts))
     node = next(node for node, end in enumerate(ends) if rank < end)
     start = ends[node] - counts[node]
     block_order = {
         "SLURM_NODEID": str(node),
         "SLURM_LOCALID": str(rank - start),
-        # Only this one tells the chief too, whose place is the same in any order.
+        # The only one that reveals another order to the chief, whose place never differs.
         "SLURM_GTIDS": ",".join(map(str, range(start, ends[node]))),
     }
     for name, expected in block_order.items():
@@ -326,7 +326,7 @@ def _slot(environ: Mapping[str, str], rank: int, counts: Sequence[int]) -> int:
 def _task_addresses(
     environ: Mapping[str, str], nodes: Sequence[str], counts: Sequence[int]
 ) -> list[str]:
-    # Counted by name: the components of a heterogeneous step may share a machine.
+    # By name, as the components of a heterogeneous step may share a machine.
     used: Counter[str] = Counter()
     slots: list[tuple[str, int]] = []
     for node, count in zip(nodes, counts, strict=True):
@@ -344,12 +344,12 @@ def _task_addresses(
 
 
 def _first(environ: Mapping[str, str], *names: str) -> str:
-    """The first of the variables that is set; the first of all if none is."""
+    """Return the first variable that is set, or the first one if none is."""
     return next((name for name in names if environ.get(name)), names[0])
 
 
-# What a person wrote comes before what a scheduler set. torchrun comes before the schedulers
-# that may have started it: it splits a machine's place among its processes.
+# Variables that people write come before those of schedulers, and torchrun before the scheduler
+# that may have started it, as torchrun divides a machine among its processes.
 SOURCES = (
     from_tf_config,
     from_vertex,
@@ -360,7 +360,7 @@ SOURCES = (
 
 
 def detect(environ: Mapping[str, str]) -> Place | None:
-    """Return this process's place in a cluster, or None if it belongs to none."""
+    """Return this process's place in a cluster, or None without one."""
     exit_cause.at_exit(environ)
     return next((place for source in SOURCES if (place := source(environ)) is not None), None)
 
@@ -369,9 +369,9 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def cores(groups: Path = _GROUPS) -> int:
-    """Return how many processors this process may use: by its mask, and by its container's limit.
+    """Return how many processors this process may use, by its affinity and its container's limit.
 
-    `groups` is where the kernel shows the limits of control groups.
+    `groups` is the folder of the kernel's control groups.
     """
     if hasattr(os, "sched_getaffinity"):
         usable = len(os.sched_getaffinity(0))
@@ -381,8 +381,8 @@ def cores(groups: Path = _GROUPS) -> int:
 
 
 def _limit(groups: Path) -> int | None:
-    """Whole processors that a container's share of time amounts to: docker's --cpus, Kubernetes'
-    limits. None if there is no limit."""
+    """Return a container's CPU limit (docker's --cpus, Kubernetes' limits) in whole processors, or
+    None."""
     words = _words(groups / "cpu.max") or [
         *_words(groups / "cpu" / "cpu.cfs_quota_us"),
         *_words(groups / "cpu" / "cpu.cfs_period_us"),

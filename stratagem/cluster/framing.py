@@ -1,10 +1,9 @@
-"""Frames, in which processes of a job say all they say: a head, a small JSON object, and bytes.
+"""Frames, the messages between processes of a job: a head, a small JSON object, and bytes.
 
     magic 4 | version 2 | zero 2 | header length 4 | body length 8 | header (JSON) | body
 
-Numbers are big-endian. Both lengths are held against their limits before memory is taken for
-them. A note is a frame without a body. A body carries no types or shapes: the two ends agree on
-them through the header.
+Numbers are big-endian. Both lengths are checked against their limits before memory is allocated. A
+note is a frame without a body. A body carries no types or shapes: these are in the header.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Malformed(ValueError):
-    """The bytes are no frame of this protocol; who reads them says whose they are."""
+    """The bytes are no frame of this protocol; the caller adds the sender's name."""
 
 
 def encode(header: Mapping[str, Any], size: int = 0, limit: int = HEADER_LIMIT) -> bytes:
-    """Write the head and the header of a frame whose body has `size` bytes."""
+    """Encode the head and the header of a frame whose body has `size` bytes."""
     try:
         text = _to_json(header).encode()
     except (TypeError, ValueError, RecursionError) as problem:
@@ -52,7 +51,7 @@ def encode(header: Mapping[str, Any], size: int = 0, limit: int = HEADER_LIMIT) 
 def decode_head(
     head: bytes | bytearray, header_limit: int = HEADER_LIMIT, body_limit: int = BODY_LIMIT
 ) -> tuple[int, int]:
-    """Read the lengths of header and body; Malformed if they are none, or over a limit."""
+    """Decode the lengths of header and body; Malformed if invalid or over a limit."""
     magic, version, zero, header, body = HEAD.unpack(head)
     if magic != _MAGIC or zero != 0:
         raise Malformed("it sent something that is no frame")
@@ -69,11 +68,11 @@ def decode_head(
 
 
 def decode_header(text: bytes | bytearray) -> dict[str, Any]:
-    """Read the JSON object; Malformed if it is none."""
+    """Decode the JSON object; Malformed if it is none."""
     try:
         header = json.loads(str(text, "utf-8"))
     except (ValueError, RecursionError) as problem:
-        # The kind only: a message of the parser may quote what was sent.
+        # Only the type: the parser's message may quote what was sent.
         raise Malformed(f"its header is not JSON ({type(problem).__name__})") from None
     if not isinstance(header, dict):
         raise Malformed(f"its header is a {type(header).__name__}, not an object")
@@ -81,10 +80,10 @@ def decode_header(text: bytes | bytearray) -> dict[str, Any]:
 
 
 class FrameReader:
-    """Cuts a stream into frames, however it arrives.
+    """Cuts a stream into frames.
 
-    Read into `room`, which ends where the frame does, and say how much has come; or `feed` what
-    was read elsewhere.
+    Read into `room`, which never extends past the frame, and call `filled`; or `feed` bytes that
+    were read elsewhere.
     """
 
     def __init__(self, header_limit: int = HEADER_LIMIT, body_limit: int = BODY_LIMIT) -> None:
@@ -101,7 +100,7 @@ class FrameReader:
         self.room = memoryview(self._data)
 
     def filled(self, count: int) -> tuple[dict[str, Any], bytes] | None:
-        """So many bytes were read into `room`; return the frame that they complete, if any."""
+        """Take `count` bytes that were read into `room`; returns a completed frame, if any."""
         self.room = self.room[count:]
         if self.room:
             return None

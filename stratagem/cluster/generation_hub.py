@@ -1,13 +1,13 @@
-"""The generations of an elastic job, numbered from outside of it: by `stratagem run`.
+"""Forms the generations of an elastic job in the launcher, `stratagem run`.
 
-No task is needed for the job to go on, the first one no more than others:
+The job can go on without any of its tasks, the first one included:
 
     generation 0: worker 0, 1, 2      worker 0 dies
-    generation 1: worker 1, 2         worker 1 is the chief now: it has what all had
-    generation 2: worker 1, 2, 0      worker 0 is started again, and joins behind the others
+    generation 1: worker 1, 2         worker 1 is the chief now: it has the state
+    generation 2: worker 1, 2, 0      worker 0 is started again, and joins as the last
 
-Those who have worked together stand first, in their old order, so that the chief, whose state
-everybody takes, is never one that has only come.
+Members of the last generation come first, in their old order, so that the chief, whose state all
+replicas take, is never a new member.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from stratagem.errors import ReplicaMissing
 
 log = logging.getLogger("stratagem")
 
-_LOOK = 1.0  # seconds between two looks whether the launcher has closed it
-_LIMIT = 300.0  # seconds to wait for tasks, until one of them says how long
+_LOOK = 1.0  # seconds between two checks whether the launcher has closed the hub
+_LIMIT = 300.0  # seconds to wait for tasks, until one of them sends its own limit
 
 
 class HubMembership(Membership):
-    """A generation as the hub sees it, which is no member itself."""
+    """The hub's view of a generation, of which it is no member."""
 
     def await_end(self, seconds: float) -> bool:
-        """Wait for trouble, or for all members to leave; returns whether one of them has come."""
+        """Wait for trouble, or until all members have left; False after a timeout."""
         everybody = set(range(len(self.members)))
         with self._changed:
             over = self._changed.wait_for(
@@ -48,12 +48,17 @@ class HubMembership(Membership):
         return bool(over)
 
     def has_lost(self, name: str) -> bool:
-        """Whether a member has died, fallen silent or come too late."""
+        """Whether a member has died, stalled or been too late."""
         return name in self._gone
 
 
 class GenerationHub(Door):
-    """A port on this machine, and a thread that makes one generation after another."""
+    """A Door on this machine, whose own thread forms one generation after another.
+
+    Unlike a chief, the hub is no member: all ranks connect to it, and the settings come with their
+    hellos (`_admit`). It learns who is the chief, and which call the others must be in, only when
+    all are there (`_summary`).
+    """
 
     _lowest = 0
 
@@ -64,25 +69,26 @@ class GenerationHub(Door):
         self.address = f"127.0.0.1:{port.getsockname()[1]}"
         self._me = Member(LAUNCHER, self.address)
         self._hellos: dict[int, Mapping[str, object]] = {}
-        #: the generation that works, or has worked last: its number, and its ranks in their order
+        #: number and ranks, in order, of the generation that works or worked last
         self._number = 0
         self._order: list[int] = []
-        self._knocked = threading.Event()
+        self._arrived = threading.Event()
         self._limit, self._give_up = _LIMIT, GIVE_UP
-        #: names of all who have taken part
+        #: names of all tasks that have taken part
         self._known: frozenset[str] = frozenset()
-        #: of these, who was lost and has not come back; and if that was a chief between two calls
+        #: those that were lost and have not come back
         self._lost: set[str] = set()
+        #: a chief that was lost between two calls, without which the job cannot go on
         self._needed: str | None = None
         super().__init__(members, secret, 1, port)
         self._thread = threading.Thread(target=self._run, name="stratagem-hub", daemon=True)
         self._thread.start()
 
     def does_without(self, name: str) -> bool:
-        """Whether this task has taken part in an elastic job, which goes on without it.
+        """Whether an elastic job, in which this task took part, goes on without it.
 
-        Not without the chief while others may not join: then it does what none of them would. Who
-        asks may know of an end before its last words are read here.
+        It needs the chief between two calls, when only the chief does what follows. The caller may
+        know of a task's end before its last notes are read here.
         """
         until = time.monotonic() + _LOOK
         while self.has(name) and name not in self._lost and time.monotonic() < until:
@@ -92,16 +98,16 @@ class GenerationHub(Door):
         return name in self._known and not needed
 
     def took_part(self, name: str) -> bool:
-        """Whether this task was of any generation."""
+        """Whether this task was in any generation."""
         return name in self._known
 
     def has(self, name: str) -> bool:
-        """Whether this task is of the generation that works, or has worked last."""
+        """Whether this task is in the generation that works or worked last."""
         return name in (self._members[rank].name for rank in self._order)
 
     def close(self) -> None:
         super().close()
-        self._knocked.set()
+        self._arrived.set()
         self._thread.join(2 * _LOOK)
 
     # --- one generation after another -----------------------------------------------------------
@@ -116,18 +122,18 @@ class GenerationHub(Door):
             super().close()
 
     def _next(self, old: HubMembership | None) -> HubMembership | None:
-        """Gather a generation and see it to its end; None if nobody is left of it."""
+        """Form a generation and wait for its end; returns it if members are left."""
         while old is None and self._arrivals.empty() and self._open:
-            self._knocked.wait(_LOOK)
-            self._knocked.clear()
-        with self._knocks:
-            self._current = None
+            self._arrived.wait(_LOOK)
+            self._arrived.clear()
+        with self._lock:
+            self._working = None
             self._first, self._hellos = old is None, {}
             self._call = None if old is None else self._call
-        everybody = frozenset(member.name for member in self._members)
-        expected = everybody if old is None else old.still_here
+        all_names = frozenset(member.name for member in self._members)
+        expected = all_names if old is None else old.still_here
         try:
-            sockets = self.gather(expected, old, self._limit, None)
+            sockets = self.gather_next(expected, old, self._limit, None)
         except ReplicaMissing:
             sockets = {}
         if old is not None:
@@ -161,10 +167,10 @@ class GenerationHub(Door):
 
     def _greet(self, conn: socket.socket) -> None:
         super()._greet(conn)
-        self._knocked.set()
+        self._arrived.set()
 
     def _say(self, missing: Sequence[int]) -> None:
-        """Those who wait say it themselves."""
+        """Log nothing: the waiting tasks log it themselves."""
 
     def _waits(self) -> bool:
         return self._open and super()._waits()
@@ -173,9 +179,8 @@ class GenerationHub(Door):
         nobody = self._old is not None and not self._old.still_here
         return [] if nobody and not self._stayed() else super()._missing()
 
-    def _objection(self, hello: Mapping[str, object], conn: socket.socket) -> str | None:
-        self._gathered_for = None if self._first else _call(hello)  # compared in `_settle`
-        return super()._objection(hello, conn)
+    def _wrong_call(self, hello: Mapping[str, object]) -> str | None:
+        return super()._wrong_call(hello) if self._first else None  # left to `_summary`
 
     def _admit(self, conn: socket.socket, hello: Mapping[str, object]) -> int | None:
         if self._comes_back_too_early(hello):
@@ -195,8 +200,8 @@ class GenerationHub(Door):
         return rank
 
     def _comes_back_too_early(self, hello: Mapping[str, object]) -> bool:
-        """Whether a task begins anew whose last strategy others still work with."""
-        working, rank = self._current, hello.get("rank")
+        """Whether a task starts anew while its generation still works with its last strategy."""
+        working, rank = self._working, hello.get("rank")
         if (
             not isinstance(working, HubMembership)
             or _call(hello) is not None
@@ -210,7 +215,7 @@ class GenerationHub(Door):
         return any(self._hellos[rank].get("hurry") is True for rank in self._present)
 
     def _stayed(self) -> list[int]:
-        """The ranks of those here who come from the last generation, in their order."""
+        """Return the ranks that come from the last generation, in their order."""
         return [
             rank
             for rank in self._order
@@ -218,7 +223,7 @@ class GenerationHub(Door):
         ]
 
     def _summary(self) -> dict[str, object]:
-        """Settle who takes part: those who have come to the same call as the chief."""
+        """Refuse tasks that are in another call than the chief, and number the generation."""
         if not self._first:
             stayed = self._stayed()
             call = _call(self._hellos[stayed[0]]) if stayed else None
@@ -227,7 +232,7 @@ class GenerationHub(Door):
                     self._refuse(rank, call)
         order = self._stayed() if not self._first else []
         order += sorted(self._present.keys() - set(order))
-        self._order = order or self._order  # if nobody came, the last one to work has ended
+        self._order = order or self._order  # if no task came, keep that of the last generation
         self._number += 1
         return {"present": order, "generation": self._number}
 

@@ -1,4 +1,4 @@
-"""Prove that a peer belongs to the job, then talk to it in small JSON notes.
+"""The handshake that proves that a peer belongs to the job, and small JSON notes after it.
 
     client                                  server
     magic, version, nonce c      ->
@@ -6,13 +6,13 @@
     HMAC(secret, "client" c s)   ->
                                  <-         HMAC(secret, "server" c s), or 32 zeros: refused
 
-Every message has a fixed size, and nothing of a peer is parsed before its proof holds. The
-client proves first, so that a stranger who knocks learns nothing. The role and both nonces are
-inside each MAC, so a message sent back to its sender, or kept from another day, proves nothing.
-The proof guards the door; it neither encrypts nor signs what follows (wire/tls.py does).
+Every message has a fixed size, and nothing of a peer is parsed before its proof holds. The client
+proves first, so that a stranger learns nothing. Each MAC covers the role and both nonces, so a
+message that is reflected or replayed proves nothing. The proof neither encrypts nor signs what
+follows (wire/tls.py does).
 
-A server that does not believe a client says so, in 32 zeros. A connection that ends before is no
-answer: the process there was ended, or had no place for one more, and can be tried again.
+A server refuses a client with 32 zeros. A connection that ends before that is no refusal: the
+process there ended, or had no place left, and can be tried again.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ _IN_GREETING, _IN_NOTES = "during the greeting", "where a note belongs"
 
 
 class Stranger(HandshakeError):
-    """What answers there does not speak this protocol, or another version of it."""
+    """The peer does not speak this protocol, or another version of it."""
 
 
 class WrongSecret(HandshakeError):
-    """The peer speaks the protocol but holds another secret: another job, or a setting missed."""
+    """The peer holds another secret: it is of another job, or lacks a setting."""
 
 
 class Ended(HandshakeError):
-    """The peer hung up during the greeting, without an answer: its process ended, or is full."""
+    """The peer hung up during the greeting: its process ended, or has no place left."""
 
 
 def job_secret(environ: Mapping[str, str], spec_json: str) -> bytes:
-    """Return the secret of this job: made of STRATAGEM_SECRET, or a hash of the cluster.
+    """Return the secret of this job: derived from STRATAGEM_SECRET, else a hash of the cluster.
 
-    The hash only keeps two jobs apart that meet on one port by accident. Whoever knows the
-    cluster can compute it: it protects nothing.
+    The hash only keeps apart two jobs that use one port by accident. Anyone who knows the cluster
+    can compute it: it protects nothing.
     """
     chosen = environ.get(SECRET_VARIABLE, "")
     if chosen:
@@ -86,8 +86,8 @@ def secret_for(
 ) -> bytes:
     """Return the secret of a job that listens at `ports`; ClusterError if it needs a chosen one.
 
-    Without STRATAGEM_SECRET, whoever knows the cluster can join the job: that is refused where
-    others than this machine reach a port, unless `insecure`. `option` is how to say so.
+    Without STRATAGEM_SECRET, anyone who knows the cluster can join the job. That is refused if a
+    port can be reached from other machines, unless `insecure`; `option` is how users set it.
     """
     abroad = [port for port in ports if not is_loopback(port)]
     if abroad and not os.environ.get(SECRET_VARIABLE):
@@ -104,13 +104,13 @@ def secret_for(
 
 @functools.lru_cache(maxsize=8)
 def _stretched(chosen: bytes) -> bytes:
-    """What a person chose may be short, and proofs of it are seen on the network: trying many
-    should cost something (a twentieth of a second each)."""
+    """Stretch a chosen secret, which may be short and whose proofs are seen on the network, so
+    that each guess costs a twentieth of a second."""
     return hashlib.scrypt(chosen, salt=_SALT, n=1 << 14, r=8, p=1, maxmem=64 << 20, dklen=32)
 
 
 def _canonical(spec_json: str) -> bytes:
-    """Write the same cluster in the same bytes, whatever order its keys came in."""
+    """Return the same bytes for the same cluster, whatever the order of its keys."""
     try:
         return json.dumps(json.loads(spec_json), sort_keys=True).encode()
     except ValueError:
@@ -118,9 +118,9 @@ def _canonical(spec_json: str) -> bytes:
 
 
 def prove(sock: socket.socket, secret: bytes, *, server: bool, limit: float) -> None:
-    """Prove the secret to the peer and have it prove the same, within `limit` seconds.
+    """Prove the secret to the peer and check its proof, within `limit` seconds.
 
-    Raises HandshakeError (Stranger, WrongSecret where that is certain); the caller closes.
+    Raises HandshakeError (Stranger or WrongSecret if that is certain); the caller closes.
     """
     with _deadline(sock, limit) as deadline:
         _prove(sock, secret, server, deadline)
@@ -133,7 +133,7 @@ def _prove(sock: socket.socket, secret: bytes, server: bool, deadline: float) ->
             while not proof.holds:
                 _send(sock, proof.feed(_receive(sock, proof.wants, deadline)), deadline)
         except WrongSecret:
-            with contextlib.suppress(HandshakeError):  # it has hung up itself
+            with contextlib.suppress(HandshakeError):  # the peer has hung up
                 _send(sock, Proof.refusal, deadline)
             raise
         return
@@ -152,13 +152,13 @@ def _prove(sock: socket.socket, secret: bytes, server: bool, deadline: float) ->
 
 
 class Proof:
-    """The server's part of the greeting, for whoever reads the socket.
+    """The server's part of the greeting, without the socket.
 
-    It keeps one message of fixed size at a time. The magic comes first: a stranger's short banner
-    is then recognised without a wait.
+    It buffers one message of fixed size at a time. The magic comes first, so that a stranger's
+    short banner is recognised at once.
     """
 
-    #: what to send to a client before hanging up on WrongSecret
+    #: the bytes to send to a client after WrongSecret
     refusal = _REFUSAL
 
     def __init__(self, secret: bytes, peer: str) -> None:
@@ -175,11 +175,11 @@ class Proof:
 
     @property
     def wants(self) -> int:
-        """How many bytes may be read now; what comes after the proof is not for us."""
+        """How many bytes may be read now; bytes after the proof belong to the next reader."""
         return self._sizes[-1] - len(self._message) if self._sizes else 0
 
     def feed(self, piece: bytes) -> bytes:
-        """Take at most `wants` bytes; return what to answer. Raises Stranger or WrongSecret."""
+        """Take at most `wants` bytes; returns the answer. Raises Stranger or WrongSecret."""
         self._message += piece
         if self.wants:
             return b""
@@ -219,7 +219,7 @@ def _refusal(peer: str, why: str) -> str:
 
 
 def peer_name(sock: socket.socket) -> str:
-    """Name the other end of a connection for a message."""
+    """Return the peer's address for messages."""
     try:
         peer = sock.getpeername()
     except OSError:
@@ -228,7 +228,7 @@ def peer_name(sock: socket.socket) -> str:
 
 
 def encode_note(note: Mapping[str, object]) -> bytes:
-    """Frame a JSON object."""
+    """Encode a JSON object as a note."""
     return encode(note, limit=NOTE_LIMIT)
 
 
@@ -250,13 +250,13 @@ def recv_note(sock: socket.socket, limit: float | None = None) -> dict[str, obje
 
 
 def note_reader() -> FrameReader:
-    """Return what cuts a stream into notes."""
+    """Return a reader that cuts a stream into notes."""
     return FrameReader(NOTE_LIMIT, 0)
 
 
 @contextlib.contextmanager
 def _deadline(sock: socket.socket, limit: float | None) -> Iterator[float]:
-    """Turn a limit into a time of the clock, and give the socket its own timeout back after."""
+    """Yield the deadline of a limit, and restore the socket's timeout afterwards."""
     before = sock.gettimeout()
     try:
         yield math.inf if limit is None else time.monotonic() + limit
@@ -275,7 +275,7 @@ def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _receive(sock: socket.socket, size: int, deadline: float, when: str = _IN_GREETING) -> bytes:
-    """Read exactly `size` bytes; the deadline is for all of them, against a peer that drips."""
+    """Read exactly `size` bytes; the deadline holds for all of them together."""
     data = bytearray()
     try:
         while len(data) < size:
@@ -292,7 +292,7 @@ def _receive(sock: socket.socket, size: int, deadline: float, when: str = _IN_GR
 def no_answer(
     peer: str, problem: OSError, received: int, wanted: int, when: str = _IN_GREETING
 ) -> HandshakeError:
-    """Return what to raise where a peer's next message did not come, because of `problem`."""
+    """Return the error for a peer whose message did not come because of `problem`."""
     said = f"after {received} of {wanted} bytes" if received else "without a word"
     if not isinstance(problem, TimeoutError):
         return Ended(

@@ -1,4 +1,4 @@
-"""Reading what people and schedulers write, and saying what is wrong with it."""
+"""Parses settings that people and schedulers write, with errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_PORT = 65535
 MAX_TASKS = 65535  # so that a garbled count cannot fill the memory with addresses
 
 Fail = Callable[[str], ClusterError]
-"""`wrong`, its place and example filled in."""
+"""`wrong` with its place and example bound."""
 
 _HOST = re.compile(r"[\w.-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -27,17 +27,17 @@ _short.maxstring = _short.maxother = 60
 
 
 def quote(value: object) -> str:
-    """A value as it appears in a message: never longer than a line."""
+    """Return a value for a message, never longer than a line."""
     return _short.repr(value)
 
 
 def wrong(what: str, where: str, example: str) -> ClusterError:
-    """The error of this package: where, what, and how it should look."""
+    """Return the error that says where and what is wrong, with a correct example."""
     return ClusterError(f"{where}: {what}; correct: {example}")
 
 
 def read_object(text: str, fail: Fail) -> dict[str, Any]:
-    """A JSON object, no name in it given twice."""
+    """Parse a JSON object in which no name may appear twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -59,7 +59,7 @@ def read_object(text: str, fail: Fail) -> dict[str, Any]:
 
 
 def integer(value: object) -> int | None:
-    """A whole number, also one written as a string ("1"); None if it is anything else."""
+    """Return an integer, also from a string ("1"); None for anything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and _INTEGER.fullmatch(value):
@@ -76,7 +76,7 @@ def number(
     default: int | None = None,
     why: str = "",
 ) -> int:
-    """The variable `name` as a number in low..high; `why` explains the bounds."""
+    """Return the variable `name` as an integer in low..high; `why` explains the bounds."""
     text = environ.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -89,18 +89,18 @@ def number(
 
 
 def port(environ: Mapping[str, str], default: int) -> int:
-    """The chief's port: STRATAGEM_PORT, else the default."""
+    """Return the chief's port: STRATAGEM_PORT, else the default."""
     return number(environ, "STRATAGEM_PORT", 1, MAX_PORT, default=default)
 
 
 def join(host: str, port: int) -> str:
-    """host:port, with an IPv6 address in brackets."""
+    """Return host:port, with an IPv6 address in brackets."""
     bare_ipv6 = ":" in host and not host.startswith("[")
     return f"[{host}]:{port}" if bare_ipv6 else f"{host}:{port}"
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """Host and port, in one spelling per machine; ValueError says what the address lacks."""
+    """Split an address into a normalized host and a port; ValueError says what is wrong."""
     host, colon, port = address.rpartition(":")
     if not colon or address.endswith("]"):
         raise ValueError("has no port")

@@ -1,4 +1,4 @@
-"""Form a membership over TCP: the chief listens at its address, the others come to it."""
+"""Forms a membership over TCP: the chief listens at its address, and the other tasks connect."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from stratagem.errors import ClusterError, ReplicaMissing
 
 log = logging.getLogger("stratagem")
 
-UPDATE = 1.0  # seconds between two words to those who wait
+UPDATE = 1.0  # seconds between two updates to members that wait
 RETRY = 0.2  # seconds between two tries to connect
 CONNECT = 2.0  # seconds for one try
-REFUSALS = 3  # in a row, until a refusal is no accident of a chief that is being restarted
+REFUSALS = 3  # in a row before giving up: a chief that is being restarted may refuse once
 
-#: seconds between two looks for arrivals: at first, as those who come together again wait for it
+#: seconds between two checks for arrivals, at first and later
 _SOON, _PAUSE = 0.001, 0.02
-_FIRST = 1.0  # seconds for which that is soon
+_FIRST = 1.0  # seconds for which _SOON holds
 _SEND = 1.0
 
 _Arrival = tuple[socket.socket, dict[str, object]]
@@ -50,7 +50,7 @@ def form(
     limit: float = 300.0,
     give_up: float = GIVE_UP,
 ) -> Membership:
-    """Wait until all tasks that train are here; ReplicaMissing names those that never came."""
+    """Connect all tasks that train; ReplicaMissing names those that never came."""
     tasks = spec.training_tasks()
     members = tuple(Member(str(each), spec.address(each)) for each in tasks)
     if task not in tasks:
@@ -67,9 +67,9 @@ def form(
 
 
 class Gathering:
-    """The chief's side: knows who is here, says who is missing, gathers a connection to each."""
+    """The chief's side: gathers a connection to each member, and logs which are missing."""
 
-    #: the lowest rank of those who come
+    #: the lowest rank that connects
     _lowest = 1
 
     def __init__(self, members: Sequence[Member], secret: bytes, limit: float) -> None:
@@ -82,7 +82,7 @@ class Gathering:
         self._update = 0.0
 
     def gather(self, listener: socket.socket) -> dict[int, socket.socket]:
-        """Return the connections by rank once all are here; closes the listener."""
+        """Return the connections by rank once all members are here; closes the listener."""
         door = Acceptor(listener, self._secret, self._greet, str(self._members[0]))
         door.open()
         try:
@@ -93,7 +93,7 @@ class Gathering:
             self._turn_away_the_rest()
 
     def attend(self, before_go: Callable[[], object]) -> dict[int, socket.socket]:
-        """Wait until all are here, and tell them."""
+        """Wait until all members are here, tell them to go, and return the connections."""
         done = False
         try:
             with selectors.DefaultSelector() as selector:
@@ -115,7 +115,7 @@ class Gathering:
         return {"present": sorted(self._present)}
 
     def _attend(self, selector: selectors.BaseSelector) -> None:
-        """One round: whoever came in, whoever hung up, and a word to those who wait."""
+        """Do one round: hang-ups, arrivals, and an update to members that wait."""
         pause = _SOON if self._patience.waited < _FIRST else _PAUSE
         for key, _ in selector.select(pause):
             self._left(selector, key.data)
@@ -124,7 +124,7 @@ class Gathering:
             before = dict(self._present)
             rank = self._admit(conn, hello)
             if rank is not None:
-                if rank in before:  # one that has hung up
+                if rank in before:  # its old connection has hung up
                     selector.unregister(before[rank])
                     before[rank].close()
                 selector.register(conn, selectors.EVENT_READ, rank)
@@ -137,7 +137,7 @@ class Gathering:
             self._tell({"missing": missing})
 
     def _some_left(self, selector: selectors.BaseSelector) -> bool:
-        """Whether one that waited has hung up just now."""
+        """Whether a waiting member has hung up just now."""
         gone = selector.select(0)
         for key, _ in gone:
             self._left(selector, key.data)
@@ -154,7 +154,7 @@ class Gathering:
         return [rank for rank in ranks if rank not in self._present]
 
     def _greet(self, conn: socket.socket) -> None:
-        """Hear who has proved the secret, in a thread of its own: a slow one holds up nobody."""
+        """Receive the hello of a peer that has proved the secret, on its own thread."""
         try:
             hello = recv_note(conn, limit=GREETING)
         except OSError as problem:
@@ -173,7 +173,7 @@ class Gathering:
                 return
 
     def _admit(self, conn: socket.socket, hello: Mapping[str, object]) -> int | None:
-        """Let a member in, or tell it in a sentence why not."""
+        """Admit a member, or refuse it with a sentence."""
         rank = hello.get("rank")
         reason = self._objection(hello, conn)
         try:
@@ -190,7 +190,7 @@ class Gathering:
         return None
 
     def _stranger(self, hello: Mapping[str, object]) -> str | None:
-        """Say why a peer that knows the secret is none of these members, if it is not."""
+        """Return why a peer that knows the secret is none of the members, or None."""
         if hello.get("purpose") != "train":
             return "the training itself is listening here, waiting for its tasks"
         if hello.get("members") != [[member.name, member.where] for member in self._members]:
@@ -204,7 +204,7 @@ class Gathering:
         return None
 
     def _objection(self, hello: Mapping[str, object], conn: socket.socket) -> str | None:
-        """Say why a peer that belongs to the job cannot come in as what it claims to be."""
+        """Return why a peer of the job cannot join as the member it claims to be, or None."""
         stranger, rank = self._stranger(hello), hello.get("rank")
         if stranger is not None or not isinstance(rank, int):
             return stranger
@@ -217,7 +217,7 @@ class Gathering:
         return None
 
     def _left(self, selector: selectors.BaseSelector, rank: int) -> None:
-        """A member that waited hung up (it has nothing to say yet): wait for it anew."""
+        """Wait anew for a member that hung up; members send nothing while they wait."""
         conn = self._present.pop(rank)
         selector.unregister(conn)
         conn.close()
@@ -228,15 +228,15 @@ class Gathering:
             try:
                 send_note(conn, note, limit=_SEND)
             except OSError:
-                continue  # the selector, or later the membership, finds it gone
+                continue  # the selector, or later the membership, notices
 
 
 class JobRuns(Exception):
-    """The job runs already: a task takes part in it when it has come to the same call."""
+    """The job runs already; a task can join once it has come to the same call."""
 
 
 class Visitor:
-    """A member on its way to the chief."""
+    """A member's side: connects to the chief, and waits until all members are there."""
 
     def __init__(
         self,
@@ -248,9 +248,9 @@ class Visitor:
         hub: Member | None = None,
         hurry: Callable[[], bool] | None = None,
     ) -> None:
-        """`more` goes with the greeting.
+        """`more` is sent with the hello.
 
-        `hub`: who is gone to instead of the first member; it is told if `hurry` becomes true.
+        `hub` is connected to instead of the first member, and learns when `hurry` becomes true.
         """
         self._members = members
         self._hub, self._hurry = hub, hurry
@@ -261,17 +261,17 @@ class Visitor:
         self._limit = limit
         self._patience = Wait(limit, first=FIRST)
         self._refusals = 0
-        #: the ranks of those who are here, once the chief has said so; which generation they are
+        #: the ranks of this generation's members, and its number, once the chief has sent them
         self.present: list[int] = []
         self.generation: object = None
 
     def arrive(self) -> socket.socket:
-        """Return the connection to the chief once the chief says that all are here."""
+        """Return the connection to the chief once it says that all members are here."""
         (sock,) = reach([self._who(self._host)], self._call_on, self._patience)
         return sock
 
     def _call_on(self, hub: Member) -> socket.socket:
-        """One try."""
+        """Try once to connect and to wait there."""
         sock = connect(hub.where, min(CONNECT, self._patience.left + RETRY))
         try:
             return self._enter(sock)
@@ -287,7 +287,7 @@ class Visitor:
             raise
 
     def _enter(self, sock: socket.socket) -> socket.socket:
-        """Prove, say who we are, and wait inside for the others."""
+        """Prove the secret, send the hello, and wait until the chief says go."""
         prove(sock, self._secret, server=False, limit=GREETING)
         self._refusals = 0
         members = [[member.name, member.where] for member in self._members]
@@ -309,12 +309,12 @@ class Visitor:
                 if self._hurry is not None and self._hurry() and not hurried:
                     raise ConnectionError("this task comes again, in a hurry")
                 silent = time.monotonic() - heard > STALL
-                # The chief gives up at about the same time and knows best for whom: hear it out.
+                # The chief gives up at about the same time, and knows best who is missing.
                 extra = 0.0 if silent else GREETING
                 self._look_around(sorted({self._host, *missing}) if silent else missing, extra)
 
     def _hear(self, note: dict[str, object]) -> list[int]:
-        """Return the ranks that the chief misses; raise if it waits no longer, or not for us."""
+        """Return the ranks that the chief misses; raise if it refused or gave up."""
         if "failed" in note:
             raise ReplicaMissing(str(note["failed"]), str(note.get("who", "")))
         if "refused" in note:
@@ -330,11 +330,11 @@ class Visitor:
         if not isinstance(missing, list):
             return [self._host]
         known = range(len(self._members))
-        # Ourselves we know to be here, whatever the chief thought when it wrote this.
+        # This task itself is here, even if the chief wrote this before it knew.
         return [rank for rank in missing if rank in known and rank != self._rank]
 
     def _look_around(self, missing: Sequence[int], extra: float) -> None:
-        """Say who is missing, when it is time to; give up when the limit and `extra` are over."""
+        """Log which members are missing, or raise after the limit and `extra` seconds."""
         members = [self._who(rank) for rank in missing]
         if self._patience.waited >= self._limit + extra:
             members = members or [self._who(self._host)]
@@ -346,7 +346,7 @@ class Visitor:
 
 
 def _hung_up(conn: socket.socket) -> bool:
-    """Whether a peer that has nothing to say has closed its connection."""
+    """Whether a peer that sends nothing has closed its connection."""
     try:
         return not conn.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -356,12 +356,12 @@ def _hung_up(conn: socket.socket) -> bool:
 
 
 def _listed(told: object) -> list[int]:
-    """Ranks in the hub's order."""
+    """Return ranks in the hub's order."""
     return [rank for rank in told if isinstance(rank, int)] if isinstance(told, list) else []
 
 
 def _ranks(told: object, count: int) -> list[int]:
-    """Ranks, the chief's first; all of them where the chief names none."""
+    """Return ranks, the chief's first; all of them if the chief sent none."""
     if not isinstance(told, list):
         return list(range(count))
     return [0, *sorted({rank for rank in told if rank in range(1, count)})]

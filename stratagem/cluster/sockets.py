@@ -1,4 +1,4 @@
-"""From host:port to a socket, in calls that Ctrl-C can end; and what forks do with sockets."""
+"""Sockets for host:port, in calls that Ctrl-C can interrupt, and closed in forked children."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("stratagem")
 
 RESOLVE = 10.0  # seconds that a name server may take
 
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address of another machine's
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address of another machine
 
 _Found = list[tuple[socket.AddressFamily, tuple[object, ...]]]
 
@@ -36,11 +36,11 @@ def is_loopback(address: str) -> bool:
 
 
 def resolve(address: str, limit: float = RESOLVE) -> _Found:
-    """Look up host:port; gaierror if the name is unknown, TimeoutError if nobody answers."""
+    """Look up host:port; gaierror if the name is unknown, TimeoutError without an answer."""
     host, port = endpoint(address)
     with contextlib.suppress(socket.gaierror):
         return _look_up(host, port, socket.AI_NUMERICHOST)
-    # getaddrinfo cannot be interrupted and may take half a minute: let a thread wait for it.
+    # On a thread, as getaddrinfo cannot be interrupted and may take half a minute.
     answers: queue.SimpleQueue[_Found | OSError] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -75,7 +75,7 @@ def connect(address: str, limit: float) -> socket.socket:
             sock.connect(where)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if sock.getsockname() == sock.getpeername():
-                # A port of the ephemeral range that nobody listens on can meet itself.
+                # An ephemeral port without a listener can connect to itself.
                 raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
             sock.settimeout(None)
             return sock
@@ -89,9 +89,9 @@ def connect(address: str, limit: float) -> socket.socket:
 
 
 def listen(address: str, who: str) -> socket.socket:
-    """Listen on the address of this task: on its own interface wherever it has one.
+    """Listen on the address of this task, on that interface only if this machine has it.
 
-    A loopback address, for which no secret was asked, is never widened to the other interfaces.
+    A loopback address, which needs no secret, is never widened to other interfaces.
     """
     try:
         return _bind(address)
@@ -145,10 +145,10 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def not_in_children(sock: _Socket) -> _Socket:
-    """Have every child forked from now on close its copy, without a word to the peer.
+    """Close the socket in every child that is forked from now on, without shutting it down.
 
-    A child (a DataLoader's worker, say) that inherits a connection would hold it open after its
-    parent was killed, and the peer would not notice the death.
+    A child (a DataLoader's worker, say) would hold the connection open after its parent was killed,
+    and the peer would not notice the death.
     """
     _sockets.add(sock)
     return sock

@@ -1,4 +1,4 @@
-"""Who takes part in a job: tasks, the cluster they form, and this process's place in it.
+"""The tasks of a job, the cluster that they form, and this process's place in it.
 
 >>> spec = ClusterSpec({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"], "ps": ["10.0.0.1:2223"]})
 >>> print(spec.chief)  # no chief is named
@@ -17,13 +17,13 @@ from functools import partial
 from stratagem.cluster.parsing import Fail, endpoint, quote, read_object, wrong
 
 ROLES = ("chief", "worker", "ps", "evaluator")
-SINGLE = ("chief", "evaluator")  # roles that one task at most may have
+SINGLE = ("chief", "evaluator")  # roles of at most one task
 EXAMPLE = '{"chief": ["10.0.0.1:2222"], "worker": ["10.0.0.2:2222", "10.0.0.3:2222"]}'
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process of the job: its role, and its number among those of that role."""
+    """A process of the job: its role, and its index in that role."""
 
     type: str
     index: int = 0
@@ -43,8 +43,8 @@ class Task:
 class ClusterSpec:
     """The tasks of a job and their addresses; a value, equal and hashed by its content.
 
-    `where` and `example` only word the errors: which variable or file the jobs came from,
-    and what should have been in it.
+    `where` and `example` are for errors: the variable or file that the jobs came from, and what it
+    should hold.
     """
 
     _jobs: tuple[tuple[str, tuple[str, ...]], ...]
@@ -64,15 +64,15 @@ class ClusterSpec:
 
     @classmethod
     def from_json(cls, text: str, where: str = "the cluster's JSON") -> ClusterSpec:
-        """The spec that `to_json` wrote."""
+        """Parse what `to_json` wrote."""
         return cls(read_object(text, partial(wrong, where=where, example=EXAMPLE)), where=where)
 
     def to_json(self) -> str:
-        """An object of roles, each a list of addresses."""
+        """Return a JSON object of roles, each a list of addresses."""
         return json.dumps(self.jobs)
 
     def tf_config(self, task: Task, hub: str | None = None) -> str:
-        """The value of TF_CONFIG for one task; the evaluator need not be in the spec."""
+        """Return TF_CONFIG for one task; the evaluator need not be in the spec."""
         self._admit(task, "tf_config")
         more = {} if hub is None else {"hub": hub}
         mine = {"type": task.type, "index": task.index}
@@ -80,15 +80,15 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """The addresses by role; roles that nobody has are left out."""
+        """The addresses by role; roles without a task are left out."""
         return dict(self._jobs)
 
     def tasks(self) -> tuple[Task, ...]:
-        """Every task: the chief, the workers, the parameter servers, the evaluator."""
+        """Return every task: the chief, the workers, the parameter servers, the evaluator."""
         return tuple(Task(role, i) for role, listed in self._jobs for i in range(len(listed)))
 
     def training_tasks(self) -> tuple[Task, ...]:
-        """The tasks that hold a replica, by rank: the chief, then the other workers."""
+        """Return the tasks that hold a replica, by rank: the chief, then the other workers."""
         return tuple(task for task in self.tasks() if task.type in ("chief", "worker"))
 
     @property
@@ -101,7 +101,7 @@ class ClusterSpec:
         return task == self.chief
 
     def address(self, task: Task) -> str:
-        """host:port of a task."""
+        """Return host:port of a task."""
         if task not in self:
             raise self._stranger(task, "ClusterSpec")
         return self.jobs[task.type][task.index]
@@ -129,11 +129,11 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: the cluster, its own task, and what told it so.
+    """This process's place: the cluster, its own task, and the source of both.
 
-    `local_rank` is the device slot to take when a launcher started several processes on this
-    machine; None when the process may use every device it sees. `hub` is where the launcher says
-    who belongs to an elastic job; without one the chief does.
+    `local_rank` is the device to use when a launcher started several processes on this machine;
+    None if the process may use every device it sees. `hub` is the address at which the launcher
+    forms the generations of an elastic job; without one the chief forms them.
     """
 
     spec: ClusterSpec
@@ -159,7 +159,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        """How many tasks train."""
+        """The number of tasks that train."""
         return len(self.spec.training_tasks())
 
     @property
@@ -169,12 +169,12 @@ class Place:
 
     @property
     def chief_address(self) -> str:
-        """host:port where the others meet the chief."""
+        """host:port of the chief."""
         return self.spec.address(self.spec.chief)
 
 
 def _check_roles(jobs: Mapping[str, object], fail: Fail) -> None:
-    """Known roles, each with a list, no more of each than there may be, and someone to train."""
+    """Check that roles are known, have a list of allowed length, and that some task trains."""
     if not isinstance(jobs, Mapping):
         raise fail(f"{quote(jobs)} is not a mapping of roles to addresses")
     for role, listed in jobs.items():
@@ -190,7 +190,7 @@ def _check_roles(jobs: Mapping[str, object], fail: Fail) -> None:
 
 
 def _check_addresses(jobs: Mapping[str, Sequence[object]], fail: Fail) -> None:
-    """host:port for every task, no two the same."""
+    """Check that every task has a valid host:port, no two the same."""
     owners: dict[tuple[str, int], Task] = {}
     for role, listed in jobs.items():
         for index, address in enumerate(listed):

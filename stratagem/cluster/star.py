@@ -1,6 +1,6 @@
-"""The thread that serves the connections of one member: beats out, notes in, ends noticed.
+"""The thread that serves a member's connections: heartbeats, notes, and lost connections.
 
-Replicas meet around the chief, by rank; the tasks of a job with servers around the coordinator.
+Replicas connect to the chief, by rank; the tasks of a job with servers to the coordinator.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stratagem.cluster.sockets import not_in_children
 
 log = logging.getLogger("stratagem")
 
-LINGER = 1.0  # seconds a goodbye waits for a peer that does not take it
-BUSY = 10.0  # seconds that the end waits for a callback
+LINGER = 1.0  # seconds to wait for peers to close after a goodbye
+BUSY = 10.0  # seconds that `stop` waits for a callback
 
 _BEAT = encode_note({"t": "beat"})
 _LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -32,23 +32,23 @@ _Heard = TypeVar("_Heard", contravariant=True)
 
 
 class StarHandler(Protocol[_Heard]):
-    """What a Star calls, always from its thread and never with a lock held."""
+    """The callbacks of a Star, always from its thread and never with a lock held."""
 
     def alive(self, rank: _Heard, now: float) -> None:
-        """Something came from this rank."""
+        """Bytes came from this rank."""
 
     def heard(self, rank: _Heard, note: dict[str, object]) -> None:
-        """A whole note came from this rank; raising means that it is nonsense."""
+        """A note came from this rank; raising means that it is invalid."""
 
     def lost(self, rank: _Heard, why: str) -> None:
         """The connection to this rank ended."""
 
     def tick(self, now: float) -> None:
-        """A heartbeat's time has passed."""
+        """A heartbeat interval has passed."""
 
 
 class BufferedSocket(Generic[Key]):
-    """The connection to one rank: what is still to be written, what was read in part."""
+    """The connection to one rank, with buffers for writing and reading."""
 
     def __init__(self, rank: Key, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -59,20 +59,20 @@ class BufferedSocket(Generic[Key]):
         self.broken = False
 
     def queue(self, data: bytes) -> None:
-        """Take bytes to be written."""
+        """Append bytes to be written."""
         if not self.broken:
             self.pending += data
 
     def write(self) -> None:
-        """Send what the kernel takes at once."""
+        """Send what the kernel takes without blocking."""
         try:
             while self.pending:
                 del self.pending[: self.sock.send(self.pending)]
         except _LATER:
-            pass  # the rest when there is room again
+            pass  # the rest when the socket is writable
         except OSError:
-            # The peer is gone, but its last words may still wait to be read: reading, which
-            # comes to the same end, is what reports it.
+            # The peer is gone, but its last notes may still be unread: reading, which fails after
+            # them, reports the loss.
             self.broken = True
             self.pending.clear()
 
@@ -82,7 +82,7 @@ class Star(Generic[Key]):
 
     def __init__(self, sockets: Mapping[Key, socket.socket], listener: StarHandler[Key]) -> None:
         self._links: dict[Key, BufferedSocket[Key]] = {}
-        self._dirty: set[BufferedSocket[Key]] = set()  # those with something to write
+        self._dirty: set[BufferedSocket[Key]] = set()  # links with something to write
         self._listener = listener
         self._calls: deque[Callable[[], object]] = deque()
         self._flushes: list[threading.Event] = []
@@ -97,28 +97,28 @@ class Star(Generic[Key]):
         self._thread = threading.Thread(target=self._run, name="stratagem-membership", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the thread."""
         self._thread.start()
 
     def add(self, rank: Key, sock: socket.socket) -> None:
-        """Serve one more connection."""
+        """Add a connection."""
         self.call(lambda: self._take(rank, sock))
 
     def call(self, action: Callable[[], object]) -> None:
-        """Have the thread do this next."""
+        """Run an action on the thread."""
         self._calls.append(action)
-        with contextlib.suppress(OSError):  # full: it wakes anyway; closed: it has ended
+        with contextlib.suppress(OSError):  # full: it will wake; closed: it has ended
             self._wake_out.send(b"\0")
 
     def post(
         self, note: Mapping[str, object], but: Key | None = None, to: Key | None = None
     ) -> None:
-        """Send a note to every connected rank, to all but one, or to one alone."""
+        """Send a note to all ranks, to all but one, or to one."""
         data = encode_note(note)
         self.call(lambda: self._queue(data, but, to))
 
     def flush(self, seconds: float) -> None:
-        """Wait until everything posted is in the kernel's hands; not from the thread itself."""
+        """Wait until all posted notes are in the kernel's buffers; no-op on the thread itself."""
         if threading.current_thread() is self._thread or not self._thread.is_alive():
             return
         done = threading.Event()
@@ -126,11 +126,11 @@ class Star(Generic[Key]):
         done.wait(seconds)
 
     def hang_up(self, rank: Key) -> None:
-        """Close a connection, once all that was posted before is sent."""
+        """Close a connection after sending what was posted before."""
         self.call(lambda: self.drop(rank))
 
     def drop(self, rank: Key) -> None:
-        """Close a connection (from the thread only)."""
+        """Close a connection (on the thread only)."""
         link = self._links.pop(rank, None)
         if link is not None:
             self._dirty.discard(link)
@@ -139,8 +139,8 @@ class Star(Generic[Key]):
             link.sock.close()
 
     def end(self, rank: Key, sock: socket.socket) -> None:
-        """The process at the other end has died, though the kernel has not closed its socket yet:
-        hear its last words, and no more (from the thread only)."""
+        """Read a dead peer's last notes and drop its connection, which the kernel has not closed
+        yet (on the thread only)."""
         link = self._links.get(rank)
         if link is None or link.sock is not sock:
             return
@@ -151,7 +151,7 @@ class Star(Generic[Key]):
             self._listener.lost(rank, "its process has ended")
 
     def stop(self, *, wait: bool = True) -> None:
-        """Send what is posted, close everything and end the thread."""
+        """Send what is posted, close all connections and end the thread."""
         self.call(self._begin_to_stop)
         if wait and threading.current_thread() is not self._thread:
             self._thread.join(LINGER + BUSY)
@@ -159,8 +159,8 @@ class Star(Generic[Key]):
                 log.warning("the membership's thread is still busy with a callback; not waiting")
 
     def _begin_to_stop(self) -> None:
-        """Say goodbye; nobody waits for an answer on what its owner has closed, whose end the
-        selector has not told, and never will."""
+        """Begin to linger; drop sockets that their owner has closed, as the selector never reports
+        their end."""
         for rank in [rank for rank, link in self._links.items() if link.sock.fileno() < 0]:
             self.drop(rank)
         if self._last_call is None:
@@ -183,7 +183,7 @@ class Star(Generic[Key]):
         try:
             self._serve()
         except Exception as problem:
-            # A defect of ours must not leave the job waiting for a thread that is no more.
+            # After a defect of ours the job must not wait for this thread.
             log.exception("the membership of this process failed")
             for rank in list(self._links):
                 self._listener.lost(rank, f"this process stopped listening to it ({problem!r})")
@@ -208,7 +208,7 @@ class Star(Generic[Key]):
                 self._listener.tick(now)
 
     def _finished(self) -> bool:
-        """Linger after the goodbye until the peers close too: closing first could destroy it."""
+        """Whether peers have closed after the goodbye, which closing first could destroy."""
         if self._last_call is None:
             return False
         return not self._links or time.monotonic() >= self._last_call
@@ -222,7 +222,7 @@ class Star(Generic[Key]):
                 self._dirty.add(link)
 
     def _write(self) -> None:
-        """Write what can be written, and ask to be woken for the rest."""
+        """Write what the kernel takes, and poll for the rest."""
         stopping = self._last_call is not None
         for link in list(self._links.values() if stopping else self._dirty):
             link.write()
@@ -234,7 +234,7 @@ class Star(Generic[Key]):
             self._dirty.discard(link)
             if stopping:
                 with contextlib.suppress(OSError):
-                    # Not that of SSLSocket, which forgets its keys.
+                    # Not SSLSocket.shutdown, which drops its keys.
                     socket.socket.shutdown(link.sock, socket.SHUT_WR)
         if not self._dirty:
             for done in self._flushes:
@@ -242,7 +242,7 @@ class Star(Generic[Key]):
             self._flushes.clear()
 
     def _read(self, link: BufferedSocket[Key] | None, now: float) -> bool:
-        """Act on what has come; returns whether there may be more."""
+        """Read and handle notes; returns whether there may be more."""
         if link is None:
             with contextlib.suppress(BlockingIOError):
                 self._wake_in.recv(4096)
@@ -258,9 +258,9 @@ class Star(Generic[Key]):
                 self._listener.heard(link.rank, note)
             return True
         except _LATER:
-            return False  # woken for nothing
+            return False  # nothing to read
         except Exception as problem:
-            # A member of the job that sends nonsense is as lost as one that hung up.
+            # A member that sends invalid notes is as lost as one that hung up.
             self.drop(link.rank)
             self._listener.lost(link.rank, _why(problem))
             return False

@@ -1,4 +1,4 @@
-"""Which TPU hosts train together, as TPU VMs and GKE say it in the environment."""
+"""The hosts of a TPU slice, from the environment of TPU VMs and GKE."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from stratagem.cluster.spec import ClusterSpec, Place, Task
 from stratagem.errors import UsageError
 
 _HOSTS = "TPU_WORKER_HOSTNAMES"
-#: what may tell this host's number, the first that is set
+#: variables of this host's index; the first that is set counts
 _INDEX = ("JOB_COMPLETION_INDEX", "TPU_WORKER_ID", "NODE_RANK")
 _PORT = 2222
 
 
 class TPUClusterResolver:
-    """The hosts of this TPU slice, and which of them this is.
+    """The hosts of this TPU slice, and this host's index.
 
     sg.TPUStrategy(sg.TPUClusterResolver())
 
     Args:
         tpu: None, "" or "local": the TPU of this machine. TPUs elsewhere cannot be named; the
             script runs on their hosts.
-        environ: instead of os.environ.
+        environ: used instead of os.environ.
 
-    TPU_WORKER_HOSTNAMES lists the hosts. A lone TPU VM sets it, too, with one name: that is no
-    cluster. Which host this is JOB_COMPLETION_INDEX, TPU_WORKER_ID or NODE_RANK tells.
+    TPU_WORKER_HOSTNAMES lists the hosts; a single name, as on a lone TPU VM, is no cluster. The
+    index is JOB_COMPLETION_INDEX, TPU_WORKER_ID or NODE_RANK.
     """
 
     def __init__(self, tpu: str | None = None, environ: Mapping[str, str] | None = None) -> None:
@@ -41,7 +41,7 @@ class TPUClusterResolver:
 
     @property
     def index(self) -> int:
-        """Which of the hosts this is."""
+        """The index of this host."""
         if len(self.hosts) < 2:
             return 0
         name = next((each for each in _INDEX if self._environ.get(each)), _INDEX[0])
@@ -49,7 +49,7 @@ class TPUClusterResolver:
         return number(self._environ, name, 0, len(self.hosts) - 1, why=why)
 
     def place(self) -> Place | None:
-        """This host's place among the others; None where it is alone."""
+        """Return this host's place in the cluster, or None for a single host."""
         if len(self.hosts) < 2:
             return None
         if len(self.hosts) > MAX_TASKS:

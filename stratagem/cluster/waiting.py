@@ -1,4 +1,4 @@
-"""How long tasks of a cluster wait for each other, and what is said meanwhile."""
+"""Waits of tasks for each other: limits, log lines and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Line = TypeVar("_Line", bound=_Closes)
 
 
 class Wait:
-    """A wait that speaks up: at the seconds of `first`, then every EVERY, until `limit`."""
+    """A wait with a limit, and times to log: at the seconds of `first`, then every EVERY."""
 
     def __init__(self, limit: float, first: Sequence[float]) -> None:
         self._start = time.monotonic()
@@ -52,11 +52,11 @@ class Wait:
 
     @property
     def pause(self) -> float:
-        """Seconds until there is something to say or to give up."""
+        """Seconds until it is time to log or to give up."""
         return max(0.0, min(self._next, self._limit) - self.waited)
 
     def due(self) -> bool:
-        """Whether it is time to say who is being waited for; true once each time."""
+        """Whether it is time to log; true once each time."""
         waited = self.waited
         if waited < self._next:
             return False
@@ -72,11 +72,11 @@ def reach(
     watch: Callable[[], object] = lambda: None,
     left: Callable[[Mapping[Member, _Line]], Collection[Member]] = lambda _: (),
 ) -> list[_Line]:
-    """A connection to each member, which is tried until it answers; ReplicaMissing names those
-    that never do. A replica comes to its chief this way, and a task to the servers.
+    """Connect to each member, trying until it answers; ReplicaMissing names those that never do.
 
-    `watch` is called between two tries, and may raise: whoever started them knows if they died.
-    `left` is asked, once all are reached, who has hung up meanwhile: another may take its place.
+    `watch` is called between two tries, and may raise, as when a member's process has died.
+    `left` is called once all are reached, and returns members that have hung up meanwhile; another
+    process may take their place. Replicas reach their chief this way, and tasks the servers.
     """
     found: dict[Member, _Line] = {}
     why = ""
@@ -107,7 +107,7 @@ def reach(
 
 
 def say_missing(missing: Sequence[Member], patience: Wait) -> None:
-    """Log who is being waited for, when it is time to."""
+    """Log the missing members, when it is time to."""
     if missing and patience.due():
         log.warning("waiting for %s, %.0f s", _places(missing), patience.waited)
 

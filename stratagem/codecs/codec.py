@@ -1,7 +1,7 @@
-"""An encoding: how the numbers of a gradient, or of parameters, travel.
+"""The codec interface: how the numbers of a gradient, or of parameters, are encoded to travel.
 
-    wire = codec.encode(gradient)                 one end
-    codec.decode_add(wire, total, factor)         the other end
+    wire = codec.encode(gradient)                 the sender
+    codec.decode_add(wire, total, factor)         the receiver
 
 All-reduces (reducer.py) and parameter servers use the same codecs.
 """
@@ -18,37 +18,36 @@ from stratagem.errors import UsageError
 
 
 class Codec(Protocol):
-    """Encodes tensors into memory of its own; one object for all tensors of a training.
+    """Encodes and decodes the tensors of a training.
 
-    `name` says which parameter is encoded, for a codec that keeps what it has left out and adds it
-    the next time.
+    `name` is the parameter that is encoded, for a codec with error feedback.
     """
 
-    #: whether other numbers may come out than went in
+    #: whether decoding may return other numbers than were encoded
     lossy: bool
-    #: bytes that one number takes on its way
+    #: bytes of one encoded number
     itemsize: int
 
     def room(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Take memory for as many encoded numbers."""
+        """Allocate memory for the encoded numbers of a tensor of this shape."""
 
     def encode(
         self, values: Tensor, into: Tensor | None = None, *, name: str = "", copy: bool = True
     ) -> Tensor:
-        """Encode numbers, which autograd does not follow, into this memory or some of the CPU.
+        """Encode `values`, detached, into `into` or else into new CPU memory.
 
-        Without `copy` that may be the memory of `values`, where nothing is to be encoded.
+        Without `copy`, a codec that changes nothing may return the memory of `values`.
         """
 
     def decode(self, wire: Tensor, into: Tensor) -> None:
-        """Write what was encoded."""
+        """Write the decoded numbers to `into`."""
 
     def decode_add(self, wire: Tensor, into: Tensor, factor: float = 1.0) -> None:
-        """Add `factor` times what was encoded."""
+        """Add `factor` times the decoded numbers to `into`."""
 
 
 class CastCodec:
-    """Every number for itself, as a number of this type: rounded, or as it is."""
+    """Casts every number to one type, rounded if that type is narrower."""
 
     def __init__(self, dtype: torch.dtype, lossy: bool = True) -> None:
         self.dtype, self.lossy, self.itemsize = dtype, lossy, dtype.itemsize
@@ -71,14 +70,14 @@ class CastCodec:
         into.add_(wire, alpha=factor)
 
 
-#: for numbers that do not travel, of whatever type
+#: for tensors of any type that stay in this process
 PLAIN = CastCodec(torch.float32, lossy=False)
 
 _WIRE = {None: None, "float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def wire_type(wire: str | None) -> torch.dtype | None:
-    """The type behind `wire`: "float32" (or None), "bfloat16" or "float16"."""
+    """Return the type that `wire` names, or None for "float32" and None: no rounding."""
     if not isinstance(wire, str | None) or wire not in _WIRE:
         known = ", ".join(repr(name) for name in _WIRE if name)
         raise UsageError(
@@ -89,6 +88,6 @@ def wire_type(wire: str | None) -> torch.dtype | None:
 
 
 def codec_for(wire: str | None, dtype: torch.dtype) -> Codec:
-    """The codec for numbers of type `dtype` that travel as `wire`."""
+    """Return the codec for tensors of type `dtype` that travel as `wire`."""
     rounded = wire_type(wire)
     return CastCodec(rounded or dtype, lossy=rounded not in (None, dtype))

@@ -1,9 +1,9 @@
-"""A compression: what travels instead of a gradient, where fewer bytes are worth other numbers.
+"""Lossy compressions of gradients: fewer bytes, at the price of exactness.
 
     sg.MirroredStrategy(wire=sg.Int8())                 a quarter of the bytes
     sg.MirroredStrategy(wire=sg.TopK(0.01, momentum=0.9, dense_steps=500))
 
-Whatever is left out is kept, and added to the next gradient (error feedback): late, but not lost.
+What a compression leaves out of a gradient is added to the next one (error feedback).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch import Tensor
 
 from stratagem.errors import UsageError
 
-#: numbers of which torch's calls take longer than what they do; numpy's are shorter
+#: below this many numbers the overhead of torch's calls dominates; numpy's is smaller
 _SMALL = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Compression:
-    """What all compressions have; `dense_steps`: how many first steps send every number."""
+    """Base class of the compressions; the first `dense_steps` steps send every number."""
 
     dense_steps: int = 0
-    #: whether an optimizer that is not linear in the gradient (Adam) goes astray with it
+    #: whether it needs an optimizer that is linear in the gradient, which Adam is not
     only_linear: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        """As somebody would write it: without what is as usual."""
-        chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if not self._usual(f)]
+        """Show the fields that differ from their defaults."""
+        chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if not self._is_default(f)]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in chosen)})"
 
-    def _usual(self, field: Field[Any]) -> bool:
+    def _is_default(self, field: Field[Any]) -> bool:
         return bool(getattr(self, field.name) == field.default)
 
     def __post_init__(self) -> None:
@@ -44,32 +44,32 @@ class Compression:
 
 
 class SliceCodec(Protocol):
-    """A compression that takes any part of a gradient for itself.
+    """A compression that encodes any slice of a flat gradient by itself.
 
-    `lengths` are how many numbers of each parameter lie in the part, one parameter after another.
+    `lengths` says how many numbers of each parameter the slice holds, in order.
     """
 
     def room(self, lengths: Sequence[int], itemsize: int) -> int:
-        """Return the bytes that such a part takes."""
+        """Return the size of an encoded slice in bytes."""
 
     def take(self, values: Tensor, lengths: Sequence[int], into: Tensor) -> Tensor | None:
-        """Encode `values` into these bytes, and leave in `values` what was left out.
+        """Encode `values` into the bytes `into`, and leave the residual in `values`.
 
-        Returns the places that were taken whole, where only some are.
+        Returns the indices of the numbers that were sent exactly, if the codec selects some.
         """
 
     def add(self, wire: Tensor, lengths: Sequence[int], into: Tensor) -> None:
-        """Add what was encoded."""
+        """Decode a slice and add it to `into`."""
 
     def take_few(
         self, values: np.ndarray, lengths: Sequence[int], into: np.ndarray
     ) -> np.ndarray | None:
-        """`take` of few numbers in the CPU's memory, to the same bits by shorter calls."""
+        """`take` for small slices on the CPU: the same bits with less overhead."""
 
     def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
-        """`add` of few numbers."""
+        """`add` for small slices on the CPU."""
 
 
 def is_small(flat: Tensor) -> bool:
-    """Whether these are so few that a codec's calls for few are to encode them."""
+    """Whether `take_few` and `add_few` are the faster calls for a slice."""
     return len(flat) < _SMALL and not flat.is_cuda and flat.dtype in (torch.float32, torch.float64)

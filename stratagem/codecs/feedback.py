@@ -1,7 +1,7 @@
-"""Error feedback: what a compression leaves out is kept, by parameter, and sent later.
+"""Error feedback: what a compression leaves out of a gradient, its residual, is sent later.
 
-All that travels is scaled already: the sum over replicas is what is applied. So what replicas keep
-may be added up, too, and shared out anew when others go on with it.
+Gradients are weighted before they are compressed: their sum over replicas is what is applied. So
+residuals may be summed as well, and divided anew when the number of replicas changes.
 """
 
 from __future__ import annotations
@@ -17,67 +17,97 @@ from stratagem.codecs.compression import Compression
 from stratagem.codecs.layout import Layout
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.wire.collective import Collective, Pending, apply_weight
+from stratagem.wire.collective import HALF, Collective, Pending, apply_weight
 
-_HALF = (torch.float16, torch.bfloat16)
-
-#: by the name of what is kept ("residual", "momentum", ...): by parameter, the numbers
+#: tensors by what they are ("residual", "momentum", ...) and by parameter
 Kept = dict[str, dict[str, Tensor]]
 
 
-class Memory:
-    """What is kept for one flat gradient: `kept` counts, `draft` becomes it if the step does.
+class Carried:
+    """Numbers carried from step to step, in up to three buffers that change places.
 
-    Where a step may have to be done again, `before` is what was kept before the last one.
+                 before        kept          draft
+        step n   after n-2     after n-1     being written
+        settle   after n-1     after n       free             if the gradients were finite
+                 after n-1     after n-1     free             if they were not
+        undo     free          after n-1                      step n is to be done again
+
+    `before` exists only after `remember`.
     """
 
-    before: dict[str, Tensor] | None = None
+    before: Tensor | None = None
 
-    def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
-        self.flat, self.layout = flat, layout
-        dtype = torch.float32 if flat.dtype in _HALF else flat.dtype
-        self.kept = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
-        self.draft = {name: torch.zeros_like(flat, dtype=dtype) for name in names}
-        #: whether this step has brought a number that is none
-        self.spoilt = False
+    def __init__(self, zeros: Tensor) -> None:
+        self.kept, self.draft = zeros, torch.zeros_like(zeros)
+
+    def remember(self) -> None:
+        """Keep what `undo` goes back to."""
+        self.before = torch.zeros_like(self.kept)
 
     def settle(self, spoilt: bool) -> None:
-        """The step is over: keep its drafts, or what was there before it."""
+        """End the step: the draft becomes what is kept, unless the step is spoilt."""
         if spoilt:
-            self.flat.fill_(float("nan"))
-            for name, earlier in (self.before or {}).items():
-                earlier.copy_(self.kept[name])
+            if self.before is not None:
+                self.before.copy_(self.kept)
         elif self.before is None:
             self.kept, self.draft = self.draft, self.kept
         else:
             self.before, self.kept, self.draft = self.kept, self.draft, self.before
+
+    def undo(self) -> None:
+        """Go back to what was kept before the last step."""
+        assert self.before is not None
+        self.kept, self.before = self.before, self.kept
+
+
+class Memory:
+    """What a reducer carries from step to step for one flat gradient."""
+
+    def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str]) -> None:
+        self.flat, self.layout = flat, layout
+        dtype = torch.float32 if flat.dtype in HALF else flat.dtype
+        #: tensors of the gradient's length, by what they are
+        self.by_name = {name: Carried(torch.zeros_like(flat, dtype=dtype)) for name in names}
+        self.residual = self.by_name["residual"]
+        #: all that `settle` and `undo` move
+        self.carried = list(self.by_name.values())
+        #: whether this step has brought a number that is not finite
+        self.spoilt = False
+
+    def settle(self, spoilt: bool) -> None:
+        """End the step, which is spoilt if any replica had a number that is not finite."""
+        if spoilt:
+            self.flat.fill_(float("nan"))
+        for each in self.carried:
+            each.settle(spoilt)
         self.spoilt = False
 
     def remember(self) -> None:
         """Have `undo` go back a step."""
-        self.before = {name: torch.zeros_like(flat) for name, flat in self.kept.items()}
+        for each in self.carried:
+            each.remember()
 
     def undo(self) -> None:
-        """The last step is to be done again."""
-        assert self.before is not None
-        self.kept = self.before
+        """Go back to the state before the last step."""
+        for each in self.carried:
+            each.undo()
 
 
 class Feedback(Reducer):
-    """A reducer that keeps what it leaves out.
+    """A reducer with error feedback.
 
-    Where the collective has a thread for it, a bucket is compressed and sent there as soon as its
-    gradients are ready, beside the rest of backward; elsewhere when all are there.
+    If the collective has a thread for it, a bucket is compressed and sent as soon as its gradients
+    are ready, beside the rest of backward; otherwise after backward.
 
-    A number that is none, on any replica, makes all gradients of the step NaN on all of them, and
-    nothing is kept of that step: the same as if it had not been.
+    A NaN or infinity on any replica makes all gradients of the step NaN on all replicas, and the
+    step leaves the residuals as they were.
     """
 
     lossy = True
     feeds_back = True
-    #: what is kept for each number of a gradient
+    #: what is carried for each number of a gradient
     keeps: tuple[str, ...] = ("residual",)
-    #: whether the last step can be undone, which takes memory for one more gradient
+    #: whether the last step can be undone, which needs memory for one more gradient
     undoes = False
 
     def __init__(self, collective: Collective, record: Compression) -> None:
@@ -114,14 +144,14 @@ class Feedback(Reducer):
         (self.send_dense if dense else self.send)(memory, not finite(memory.flat))
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
-        """Send every number, and what was left out before."""
-        memory.flat.add_(memory.kept["residual"])
+        """All-reduce every number, the residual included."""
+        memory.flat.add_(memory.residual.kept)
         self.collective.all_reduce(memory.flat).wait()
         memory.spoilt = not finite(memory.flat)
-        memory.draft["residual"].zero_()
+        memory.residual.draft.zero_()
 
     def send(self, memory: Memory, spoilt: bool) -> None:
-        """Replace the flat gradient by the sum of what all replicas send."""
+        """Replace the flat gradient by the sum of what all replicas send, compressed."""
         raise NotImplementedError
 
     def end_step(self) -> None:
@@ -133,23 +163,23 @@ class Feedback(Reducer):
     # --- replicas that leave and join ------------------------------------------------------------
 
     def state_at(self, steps: int) -> dict[str, Any]:
-        """What was kept after so many steps, the last or the one before; nothing after others."""
+        """Return the state after `steps` steps, the last or the one before; else nothing."""
         if steps == self.steps - 1:
             for memory in self._memories.values():
                 memory.undo()
             self.steps = steps
         return self.state() if steps == self.steps else {}
 
-    def rejoin(self, steps: int, mine: Kept, everybody: Sequence[Kept]) -> None:
-        """Go on after so many steps with what this replica had kept, among others than before.
+    def rejoin(self, steps: int, mine: Kept, replicas: Sequence[Kept]) -> None:
+        """Resume after `steps` steps, in another group of replicas.
 
-        What was kept of sums is added up over those who are left, and each takes the slice that it
-        adds up from now on. What is the same on all comes from whoever has it.
+        Residuals of sums are summed over the replicas that are left, and each takes its new slice.
+        Factors are the same on all replicas and come from any of them.
         """
         self.steps = steps
-        sums = [kept["of_sums"] for kept in everybody if "of_sums" in kept]
+        sums = [kept["of_sums"] for kept in replicas if "of_sums" in kept]
         total = {n: torch.stack([each[n] for each in sums]).sum(0) for n in (sums or [{}])[0]}
-        factors = [kept["factors"] for kept in everybody if "factors" in kept]
+        factors = [kept["factors"] for kept in replicas if "factors" in kept]
         alike: Kept = {"of_sums": total, "factors": factors[0] if factors else {}}
         for memory in self._memories.values():
             self.restore(memory, {**mine, **alike})
@@ -183,31 +213,31 @@ class Feedback(Reducer):
             self.restore(memory, kept)
 
     def saved(self, memory: Memory) -> Kept:
-        return {name: memory.layout.split(flat) for name, flat in memory.kept.items()}
+        return {name: memory.layout.split(each.kept) for name, each in memory.by_name.items()}
 
     def restore(self, memory: Memory, kept: Kept) -> None:
-        for name, flat in memory.kept.items():
-            memory.layout.join(kept.get(name, {}), flat)
+        for name, each in memory.by_name.items():
+            memory.layout.join(kept.get(name, {}), each.kept)
 
 
 def finite(flat: Tensor) -> bool:
-    """Whether there is neither NaN nor an infinity."""
+    """Whether there is no NaN and no infinity."""
     if not flat.numel():
         return True
     low, high = flat.aminmax()
     return bool((high - low).isfinite()) or bool(flat.isfinite().all())
 
 
-#: parts of one and the same sum: kept before and after slices are added up
+#: two parts of one sum: residuals of gradients, and of the sums of slices
 _ADDED = ("residual", "of_sums")
 
 
-def shared_out(everybody: Sequence[Kept], count: int) -> Kept:
-    """What each of `count` replicas keeps, of what others kept: an equal part of the sum."""
+def shared_out(replicas: Sequence[Kept], count: int) -> Kept:
+    """Return what each of `count` replicas carries on: an equal part of the old replicas' sum."""
     total: Kept = {}
-    for kept in everybody:
+    for kept in replicas:
         for name, by_parameter in kept.items():
-            alike = name == "factors"  # the same on all
+            alike = name == "factors"  # the same on all replicas
             into = total.setdefault("residual" if name in _ADDED else name, {})
             for parameter, values in by_parameter.items():
                 if parameter not in into or alike:

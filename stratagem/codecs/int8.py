@@ -1,4 +1,4 @@
-"""Eight bits a number: whole multiples of one scale a block."""
+"""Int8 quantization: each number a multiple of its block's scale."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LEVELS = 127
 
 @dataclass(frozen=True, repr=False)
 class Int8(Compression):
-    """Each block of numbers as its scale, `max(abs) / 127`, and a byte a number.
+    """Quantizes each block of numbers to its scale, `max(abs) / 127`, and a byte a number.
 
-    A number is off by half a scale at most. A quarter of the bytes, and 4 for each block.
+    The error is half a scale at most. It sends a quarter of the bytes, and 4 for each block.
     """
 
     block: int = 1024
@@ -69,7 +69,7 @@ class Int8(Compression):
         scale = scale.astype(values.dtype)[:, np.newaxis]
         rounded = np.rint(rows / np.where(scale > 0, scale, np.ones_like(scale)))
         np.clip(rounded, -_LEVELS, _LEVELS, out=rounded)
-        with np.errstate(invalid="ignore"):  # of NaN; the scale says it
+        with np.errstate(invalid="ignore"):  # casting NaN; the scale is NaN, too
             into[start : start + count].view(np.int8)[:] = rounded.ravel()[:count]
         values -= (rounded * scale).ravel()[:count]
 
@@ -91,7 +91,7 @@ class Int8(Compression):
         return wire[:scales].view(torch.float32), wire[scales : scales + count].view(torch.int8)
 
     def _rows(self, flat: Tensor) -> Tensor:
-        """A row for each block; the last is filled up with zeros."""
+        """Return a row for each block, the last one padded with zeros."""
         missing = -len(flat) % self.block
         if not missing:
             return flat.view(-1, self.block)

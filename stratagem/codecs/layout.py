@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat gradient, and how it is cut into slices, one a replica."""
+"""The layout of a flat gradient: its parameters, and its slices, one a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Slice:
-    """Numbers `start` to `end` of a flat gradient; `lengths` of each parameter that it touches."""
+    """Numbers `start` to `end` of a flat gradient; `lengths` are by parameter, in order."""
 
     start: int
     end: int
@@ -21,7 +21,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parameters of a flat gradient, one after another."""
+    """Names and shapes of the parameters in a flat gradient, in order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Layout:
         return [math.prod(shape) for shape in self.shapes]
 
     def slices(self, parts: int) -> list[Slice]:
-        """Cut into nearly equal parts."""
+        """Return slices of nearly equal length."""
         total = sum(self.counts)
         ends = [total * (i + 1) // parts for i in range(parts)]
         found, start = [], 0
@@ -49,13 +49,13 @@ class Layout:
             at += count
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Copy what belongs to each parameter, by its name."""
+        """Copy a flat tensor into one tensor a parameter, by name."""
         parts = torch.split(flat.detach(), self.counts)
         both = zip(self.names, self.shapes, parts, strict=True)
         return {name: part.reshape(shape).cpu().clone() for name, shape, part in both}
 
     def join(self, parts: dict[str, Tensor], into: Tensor) -> None:
-        """Write what belongs to each parameter; what has no part, or another shape, is zero."""
+        """Write tensors by name into a flat one; zeros where one is missing or of another shape."""
         into.zero_()
         at = 0
         for name, shape, count in zip(self.names, self.shapes, self.counts, strict=True):
@@ -66,5 +66,5 @@ class Layout:
 
 
 def layout(names: Sequence[str], tensors: Sequence[Tensor]) -> Layout:
-    """The layout of these parameters."""
+    """Return the layout of these parameters."""
     return Layout(tuple(names), tuple(tuple(t.shape) for t in tensors))

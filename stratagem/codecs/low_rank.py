@@ -1,4 +1,4 @@
-"""Matrices as products of two thin ones, found by one step of the power method (PowerSGD)."""
+"""PowerSGD: matrices as products of two thin ones, by one step of the power method."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stratagem.wire.collective import Collective
 
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Compression):
-    """Every weight of two dimensions or more, n x m, as n x `rank` and m x `rank` numbers.
+    """Sends each weight of two or more dimensions, n x m, as n x `rank` and m x `rank` numbers.
 
         P = orthogonal(sum of M Q);  Q = sum of M' P;  gradient = P Q'
 
-    Q is where the next step begins. Parameters of one dimension, and weights that would not get
+    The next step starts from Q. Parameters of one dimension, and weights that would not get
     smaller, travel as they are. Vogels et al. 2019 (1905.13727).
     """
 
@@ -37,7 +37,7 @@ class PowerSGD(Compression):
 
 @dataclass
 class _Matrix:
-    """A parameter that travels as two factors, and where it lies."""
+    """A parameter that travels as two factors, and its place in the flat gradient."""
 
     name: str
     start: int
@@ -51,12 +51,16 @@ class _Matrix:
 
 
 class FactorMemory(Memory):
-    """A memory with the second factor of each matrix."""
+    """A memory with the second factor of each matrix.
+
+    `factors`, `new_factors` and `earlier_factors` are what `Carried` calls kept, draft and before;
+    as no factor is written in place, lists change hands and no buffers are needed.
+    """
 
     def __init__(self, flat: Tensor, layout: Layout, names: Sequence[str], rank: int) -> None:
         super().__init__(flat, layout, names)
         self.matrices: list[_Matrix] = []
-        #: start and end of each run of numbers that travels as it is
+        #: start and end of each parameter that travels as it is
         self.others: list[tuple[int, int]] = []
         at = 0
         for name, shape, count in zip(layout.names, layout.shapes, layout.counts, strict=True):
@@ -68,7 +72,7 @@ class FactorMemory(Memory):
             elif count:
                 self.others.append((at, at + count))
             at += count
-        like = self.kept["residual"]
+        like = self.residual.kept
         self.factors = [_first(matrix, like) for matrix in self.matrices]
         self.new_factors = self.earlier_factors = self.factors
 
@@ -84,7 +88,7 @@ class FactorMemory(Memory):
 
 
 class LowRank(Feedback):
-    """The reducer of PowerSGD: two all-reduces, one after the other."""
+    """The reducer of PowerSGD: an all-reduce for each of the two factors."""
 
     def __init__(self, collective: Collective, record: PowerSGD) -> None:
         super().__init__(collective, record)
@@ -96,20 +100,20 @@ class LowRank(Feedback):
         left = sum(m.rows * m.rank for m in made.matrices)
         left += sum(end - start for start, end in made.others)
         right = sum(m.columns * m.rank for m in made.matrices)
-        like = made.kept["residual"]
+        like = made.residual.kept
         for side, count in (("left", left), ("right", right)):
             pack = self.collective.buffer(count, like.dtype, like.device)
             self._packs[flat.data_ptr(), side] = pack
         return made
 
     def _reduce(self, memory: Memory, weight: float) -> None:
-        """Weigh the gradient as it is added to what was left out: a pass over memory less. A number
-        that is none needs no search: it makes a factor none, and that is seen by all."""
+        """Apply the weight while adding the residual, which saves a pass over memory. Numbers that
+        are not finite make a factor so, and all replicas see that."""
         if self.steps < self.record.dense_steps:
             super()._reduce(memory, weight)
             return
         assert isinstance(memory, FactorMemory)
-        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        kept, draft = memory.residual.kept, memory.residual.draft
         if weight:
             torch.add(kept, memory.flat, alpha=weight, out=draft)
         else:
@@ -141,8 +145,8 @@ class LowRank(Feedback):
         sums: list[Tensor],
         others: Tensor,
     ) -> None:
-        """Write the gradient, and subtract from the draft what this replica has sent of it."""
-        draft = memory.draft["residual"]
+        """Write the gradient, and subtract what this replica has sent from the draft."""
+        draft = memory.residual.draft
         for i, matrix in enumerate(memory.matrices):
             into = matrix.of(memory.flat)
             if into.dtype is draft.dtype:
@@ -174,19 +178,19 @@ class LowRank(Feedback):
 
 
 def _first(matrix: _Matrix, like: Tensor) -> Tensor:
-    """The first factor, the same on every replica: drawn by the parameter's name."""
+    """Draw the first factor, seeded by the parameter's name: the same on every replica."""
     dice = torch.Generator().manual_seed(zlib.crc32(matrix.name.encode()))
     drawn = torch.randn(matrix.columns, matrix.rank, generator=dice, dtype=torch.float64)
     return drawn.to(like)
 
 
 def _begin_with(found: Tensor, before: Tensor) -> Tensor:
-    """What the next step begins with: a column of zeros would find nothing there."""
+    """Return the next step's factor; a column of zeros, which would stay zero, is replaced."""
     return torch.where(found.any(0), found, before).contiguous()
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Columns that span the same; some basis even where there is nothing to span."""
+    """Return an orthonormal basis of the columns; some basis even if they are all zero."""
     basis: Tensor = torch.linalg.qr(matrix).Q
     return basis
 

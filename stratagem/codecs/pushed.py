@@ -1,11 +1,10 @@
-"""Compressed pushes: what one worker sends to servers instead of a gradient, piece by piece.
+"""Compressed pushes of a worker's gradient to parameter servers, piece by piece.
 
-    worker   kept + gradient -> one piece after another, encoded      what is left out is kept
-    server   the bytes of a piece -> numbers, added up by its rules
+    worker   residual + gradient -> encoded pieces; the new residual stays
+    server   bytes of a piece    -> numbers, summed by the server's rules
 
-Each piece is encoded for itself, as soon as backward has made it, and takes as many bytes every
-time. A push that does not count, because it came too late, is as if it had not been: what was kept
-before it stays.
+Each piece is encoded by itself as soon as backward has made it, to the same number of bytes every
+time. If a push is dropped, because it came too late, the residual stays as it was before it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from stratagem.codecs.sign import Sign
 from stratagem.codecs.topk import TopK
 from stratagem.errors import UsageError
 
-_ALIGNED = 8  # bytes, so that every piece may begin with numbers of any type
+_ALIGNED = 8  # bytes, so that numbers of any type may stand at the start of a piece
 
 
 def check_pushed(record: Compression) -> None:
-    """Refuse what a worker alone cannot do."""
+    """Raise UsageError for a compression that pushes do not support."""
     if isinstance(record, TopK) and record.clip is not None:
         raise UsageError(
             f"wire={record!r} clips by the norm of the whole gradient, and pieces of it leave for "
@@ -42,14 +41,14 @@ def check_pushed(record: Compression) -> None:
 
 
 def _thin(record: PowerSGD, shape: Sequence[int]) -> tuple[int, int, int] | None:
-    """Rows, columns and rank of a piece that two factors make smaller."""
+    """Return rows, columns and rank of a piece, or None if two factors are no smaller."""
     rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (0, 0)
     rank = min(record.rank, rows, columns)
     return (rows, columns, rank) if rank and rank * (rows + columns) < rows * columns else None
 
 
 def piece_bytes(record: Compression, shape: Sequence[int], itemsize: int) -> int:
-    """Bytes that a piece of this shape takes on its way."""
+    """Return the bytes of an encoded piece of this shape."""
     count = math.prod(shape)
     if isinstance(record, PowerSGD):
         thin = _thin(record, shape)
@@ -60,7 +59,7 @@ def piece_bytes(record: Compression, shape: Sequence[int], itemsize: int) -> int
 
 
 def decode_piece(record: Compression, wire: Tensor, shape: Sequence[int], into: Tensor) -> None:
-    """Write what was encoded into flat memory. Raises ValueError for what nobody has encoded."""
+    """Decode a piece into flat memory; ValueError if the bytes are invalid."""
     into.zero_()
     count = math.prod(shape)
     if not isinstance(record, PowerSGD):
@@ -82,7 +81,7 @@ def _slices(record: Compression) -> SliceCodec:
 
 
 class PushFeedback:
-    """What one worker keeps of its gradients, by variable: `kept` counts, a draft becomes it."""
+    """The residuals of one worker, by variable: a push writes drafts, `settle` keeps them."""
 
     def __init__(
         self, record: Compression, names: Sequence[str], tensors: Sequence[Tensor]
@@ -95,9 +94,9 @@ class PushFeedback:
         self._draft: dict[str, list[Tensor | None]] = {k: [None] * len(names) for k in keeps}
         self._drafted: set[int] = set()
         self._spoilt = False
-        #: by variable and piece: numbers of the rows of a sparse gradient, what is kept of them
+        #: by variable and first row: the rows of a sparse gradient, and their new residual
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        #: by variable and first element of a piece: where PowerSGD begins
+        #: by variable and first element of a piece: the factor that PowerSGD starts from
         self._factors: dict[tuple[int, int], Tensor] = {}
         self._new_factors: dict[tuple[int, int], Tensor] = {}
 
@@ -116,7 +115,7 @@ class PushFeedback:
         return found
 
     def charge(self, variable: int, flat: Tensor) -> Tensor:
-        """What is to be sent of a variable: its gradient, and what was left out before."""
+        """Return the draft of a variable: its gradient plus its residual."""
         draft = self._memory(self._draft, "residual", variable)
         draft.copy_(self._memory(self._kept, "residual", variable))
         if self._momentum:
@@ -126,12 +125,12 @@ class PushFeedback:
         draft.add_(flat)
         if not finite(draft):
             self._spoilt = True
-            draft.fill_(math.nan)  # or most of it would arrive as if nothing were wrong
+            draft.fill_(math.nan)  # a compression may drop a single NaN
         self._drafted.add(variable)
         return draft
 
     def encode(self, variable: int, start: int, shape: Sequence[int], into: Tensor) -> None:
-        """Encode the piece that begins at element `start`, and keep what is left out of it."""
+        """Encode the piece that begins at element `start`; the draft keeps the residual."""
         count = math.prod(shape)
         values = self._memory(self._draft, "residual", variable)[start : start + count]
         wire = (
@@ -170,20 +169,20 @@ class PushFeedback:
         matrix.addmm_(left, right.T, alpha=-1.0)
 
     def _first(self, key: tuple[int, int], columns: int, rank: int, like: Tensor) -> Tensor:
-        """Where a piece begins, the same on every worker: drawn by its name and place."""
+        """Draw the first factor of a piece, seeded by name and place: the same on every worker."""
         dice = torch.Generator().manual_seed(zlib.crc32(f"{self.names[key[0]]} {key[1]}".encode()))
         return torch.randn(columns, rank, generator=dice, dtype=torch.float64).to(like)
 
     def dense_piece(self, variable: int, start: int, end: int) -> Tensor:
-        """All numbers of a piece; nothing is left out of it."""
+        """Return all numbers of a piece, which leaves no residual."""
         values = self._memory(self._draft, "residual", variable)[start:end]
         sent = values.clone()
         values.zero_()
         return sent
 
     def encode_rows(self, variable: int, start: int, rows: Tensor, values: Tensor) -> Tensor:
-        """Rows of a sparse gradient, in the piece that begins with row `start`, as bytes; what is
-        left of them waits for their next turn."""
+        """Encode rows of a sparse gradient, in the piece that begins with row `start`, with their
+        residual."""
         assert isinstance(self.record, Int8)
         kept = self._memory(self._kept, "residual", variable).view(self._like[variable].shape)
         draft = (kept[rows.to(kept.device)] + values.to(kept.device)).reshape(-1)
@@ -191,13 +190,13 @@ class PushFeedback:
             self._spoilt = True
             draft.fill_(math.nan)
         wire = torch.zeros(row_bytes(self.record, len(draft), draft.itemsize), dtype=torch.uint8)
-        at_home = wire.to(draft.device)
-        self.record.take(draft, [len(draft)], at_home)
+        on_device = wire.to(draft.device)
+        self.record.take(draft, [len(draft)], on_device)
         self._rows[variable, start] = rows, draft.view(values.shape)
-        return wire.copy_(at_home)
+        return wire.copy_(on_device)
 
     def settle(self, *, counted: bool) -> None:
-        """The push is over: keep its drafts, or what was there before it."""
+        """End the push: keep its drafts if it counted, else the old residuals."""
         if counted and not self._spoilt:
             for name, drafts in self._draft.items():
                 kept = self._kept[name]
@@ -217,7 +216,7 @@ class PushFeedback:
     # --- checkpoints --------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Copy what this worker keeps from one push to the next, by parameter."""
+        """Copy what this worker carries from push to push, by parameter."""
         kept: Kept = {}
         for name, tensors in self._kept.items():
             both = zip(self.names, tensors, self._like, strict=True)
@@ -230,10 +229,10 @@ class PushFeedback:
         return {"wire": repr(self.record), "pushes": self.pushes, "kept": kept}
 
     def load(self, states: Sequence[Mapping[str, Any]], index: int, count: int, mean: bool) -> None:
-        """Go on from the states of all workers, as worker `index` of `count`.
+        """Resume from the states of all workers, as worker `index` of `count`.
 
-        As many others go on with the sum of what was kept, or with the `mean` where all of a batch
-        make one update.
+        If the number of workers has changed, each takes an equal part of the residuals' sum; with
+        `mean`, where all pushes of a batch make one update, the mean of the residuals.
         """
         self.pushes = int(states[min(index, len(states) - 1)]["pushes"])
         if len(states) == count:
@@ -258,5 +257,5 @@ def _masks(record: Compression) -> bool:
 
 
 def row_bytes(record: Int8, count: int, itemsize: int) -> int:
-    """Bytes of so many numbers in rows of a sparse gradient."""
+    """Return the bytes of `count` encoded numbers in rows of a sparse gradient."""
     return record.room([count], itemsize) if count else 0

@@ -1,4 +1,4 @@
-"""A flat gradient's way through the all-reduce, as it is or encoded."""
+"""Reducers: all-reduce flat gradients, encoded or not."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from stratagem.wire.collective import Collective, Pending, apply_weight
 
 
 class Reducer(Protocol):
-    """Adds up flat gradients over the replicas, each with its own weight."""
+    """Sums flat gradients over the replicas, each with its own weight."""
 
-    #: whether numbers other than gradients must keep away from it
+    #: whether only gradients may go through it
     lossy: bool
-    #: whether it wants all gradients of a step at once, none while others are computed
+    #: whether it reduces all gradients at the end of backward, and none before
     whole: bool = False
-    #: whether what it leaves out of a gradient comes with a later one
+    #: whether it has error feedback: a later gradient carries what one leaves out
     feeds_back: bool = False
-    #: whether what it is given becomes part of a momentum, so that it must not come twice
+    #: whether gradients enter a momentum, so that none may be reduced twice
     moves: bool = False
 
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor: ...
 
     def lay_out(self, flat: Tensor, layout: Layout) -> None:
-        """Hear which parameters lie in a buffer."""
+        """Learn which parameters lie in a buffer."""
         return
 
     def reduce(self, flat: Tensor, weight: float) -> Pending: ...
 
     def end_step(self) -> None:
-        """All buffers of a step are reduced."""
+        """End the step: all its buffers are reduced."""
         return
 
     def state(self) -> dict[str, Any]:
-        """Copy what this replica keeps from one step to the next, by parameter."""
+        """Copy what this replica carries from step to step, by parameter."""
         return {}
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all replicas, as many as here or others."""
+        """Resume from the states of all replicas; there may have been more or fewer than now."""
         return
 
 
 class Plain(Reducer):
-    """Every bit travels."""
+    """All-reduces gradients as they are."""
 
     lossy = False
 
@@ -63,9 +63,9 @@ class Plain(Reducer):
 
 
 class Encoded(Reducer):
-    """Encoded for the journey, added up in fp32: half the bytes, rounded to sixteen bits.
+    """Casts gradients to 16 bits, and sums them in fp32: half the bytes.
 
-    Weighted before rounding, so that the sum is of numbers that everybody rounded alike.
+    The weight is applied before rounding.
     """
 
     lossy = True

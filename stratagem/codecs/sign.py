@@ -1,4 +1,4 @@
-"""One bit a number: its sign, and for each parameter the mean size of its numbers."""
+"""Sign compression: one bit a number, and the mean magnitude of each parameter."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from stratagem.codecs.compression import Compression, is_small
 
-#: numbers that are looked at together: a cache holds them, and what is made of them
+#: numbers that are encoded at a time, so that they and the results fit into a cache
 _AT_ONCE = 1 << 15
-#: of each byte its eight bits, the lowest first, as 1 and -1
+#: for each byte its eight bits, the lowest first, as 1 and -1
 _SIGNS = 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") - 1
 
 
 @dataclass(frozen=True, repr=False)
 class Sign(Compression):
-    """`mean(abs v) * sign(v)` of each parameter: a thirty-second of the bytes.
+    """Sends `mean(abs v) * sign(v)` of each parameter: a thirty-second of the bytes.
 
-    It wants a smaller learning rate. Karimireddy et al. 2019 (1901.09847).
+    It needs a smaller learning rate. Karimireddy et al. 2019 (1901.09847).
     """
 
     only_linear: ClassVar[bool] = True
@@ -83,7 +83,7 @@ def _signed(up: np.ndarray, sizes: np.ndarray, lengths: Sequence[int]) -> np.nda
 
 
 def _take(values: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, bits: np.ndarray) -> None:
-    """`take` in the CPU's memory: a part that its cache holds after another, and no new memory."""
+    """`take` on the CPU, in parts that fit into its cache."""
     for at, (start, end) in enumerate(_spans(lengths)):
         parts = range(start, end, _AT_ONCE)
         total = sum(float(np.abs(values[i : min(end, i + _AT_ONCE)]).sum()) for i in parts)
@@ -95,7 +95,7 @@ def _take(values: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, bits: n
 
 
 def _add(bits: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, into: np.ndarray) -> None:
-    """`add` in the CPU's memory: eight numbers by each byte, from a table."""
+    """`add` on the CPU: a table turns each byte into eight numbers."""
     signs = _SIGNS.astype(into.dtype)
     for size, (start, end) in zip(sizes, _spans(lengths), strict=True):
         table = signs * size
@@ -106,7 +106,7 @@ def _add(bits: np.ndarray, lengths: Sequence[int], sizes: np.ndarray, into: np.n
 
 
 def _spans(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each parameter begins and ends."""
+    """Yield the start and end of each parameter."""
     ends = list(accumulate(lengths))
     return zip([0, *ends], ends, strict=False)
 
@@ -122,7 +122,7 @@ def _add_signed(
 
 
 def _packed(up: Tensor) -> Tensor:
-    """Eight to a byte, the first in its lowest bit."""
+    """Pack eight bits into a byte, the first one lowest."""
     rows = torch.nn.functional.pad(up.to(torch.uint8), (0, -len(up) % 8)).view(-1, 8)
     return (rows * _powers(up.device)).sum(1, dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""The largest numbers of each parameter, with their places (deep gradient compression)."""
+"""Top-k sparsification: the largest numbers of each parameter and their indices."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from stratagem.codecs.compression import Compression, is_small
 from stratagem.errors import UsageError
 
-_STRIDE = 128  # one of so many numbers is looked at to guess which are large
-_SMALL = 1 << 14  # numbers of which all are looked at
+_STRIDE = 128  # the threshold is estimated from every 128th number
+_SMALL = 1 << 14  # below this many numbers no threshold is estimated
 _NOWHERE = "a peer has sent numbers for places that there are not"
 
 
 @dataclass(frozen=True, repr=False)
 class TopK(Compression):
-    """The `share` of each parameter's numbers that is largest: 8 bytes for each that is sent.
+    """Sends the largest `share` of each parameter's numbers, in 8 bytes each.
 
-    `momentum` is kept here, before what is sent is chosen, and the optimizer has none:
+    Momentum is applied here, before the selection, and not by the optimizer:
 
-        u = momentum * u + g;  v = v + u;  send the largest of v, and forget them in v and u
+        u = momentum * u + g;  v = v + u;  send the largest of v, and zero them in v and u
 
     Args:
-        share: 0.01 sends one of a hundred numbers; of each parameter one at least.
-        momentum: that of SGD, which the optimizer must leave to this record.
-        masking: whether a number that was sent loses its momentum, too.
-        clip: limit of the norm of the global gradient; each replica's own is clipped to
-            `clip / sqrt(replicas)` before it is added to what was left out.
+        share: 0.01 sends one of a hundred numbers, and at least one of each parameter.
+        momentum: of SGD; the optimizer's own must be 0.
+        masking: whether the momentum of a number that was sent is zeroed, too.
+        clip: the largest norm of the global gradient; each replica clips its own to
+            `clip / sqrt(replicas)` before adding its residual.
         dense_steps: how many first steps send every number.
 
     Lin et al. 2018 (1712.01887).
@@ -102,7 +102,7 @@ class TopK(Compression):
     def add_few(self, wire: np.ndarray, lengths: Sequence[int], into: np.ndarray) -> None:
         count = sum(self.counts(lengths))
         end = count * into.itemsize
-        places = wire[end : end + 4 * count].view(np.uint32)  # less than 0 is more than there are
+        places = wire[end : end + 4 * count].view(np.uint32)  # -1 is too large
         if count and not places.max() < len(into):
             raise ValueError(_NOWHERE)
         np.add.at(into, places, wire[:end].view(into.dtype))
@@ -120,7 +120,7 @@ def _counts(share: float, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` numbers that are largest without their signs."""
+    """Return the indices of the `count` numbers of largest magnitude."""
     if values.is_cuda:
         return values.abs().topk(count, sorted=False).indices
     return torch.from_numpy(_largest(values.numpy(), count)).long()
@@ -138,15 +138,15 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _candidates(sizes: np.ndarray, count: int) -> np.ndarray | None:
-    """Return places among which the largest are, by a sample; None for all of them.
+    """Return indices that include those of the `count` largest, or None for all indices.
 
-    To look for the largest of all is a sort of a kind. To pass over what is certainly not among
-    them is 30 times faster at 12 million numbers.
+    A sample gives a threshold, below which no number needs to be partitioned: 30 times faster at
+    12 million numbers.
     """
     if len(sizes) < _SMALL:
         return None
     sample = sizes[::_STRIDE]
-    # a few more than are wanted, so that there are mostly enough
+    # a few too many, so that mostly enough pass the threshold
     wanted = int(1.25 * count / len(sizes) * len(sample)) + 4
     if wanted >= len(sample):
         return None

@@ -1,11 +1,12 @@
-"""Compressed both ways: to the replica that adds a slice up, and from there to all.
+"""An all-reduce that is compressed both ways: to the replica that sums a slice, and back.
 
     replica 0  [ slice 0 | slice 1 | slice 2 ]      each sends slice s, compressed, to replica s
-    replica 1  [ slice 0 | slice 1 | slice 2 ]      replica s adds them up, compresses the sum,
+    replica 1  [ slice 0 | slice 1 | slice 2 ]      replica s sums them, compresses the sum,
     replica 2  [ slice 0 | slice 1 | slice 2 ]      and sends it to all
 
-Every replica sends twice (N-1)/N of a compressed gradient, for any N. All decode the same bytes,
-so all hold the same bits. What is left out is kept on both sides.
+Each replica sends (N-1)/N of a compressed gradient twice, for any N. All decode the same bytes,
+so all hold the same bits. Both sides have error feedback: each replica has a residual of its
+gradient, and one of the sums of its slice.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import torch
 from torch import Tensor
 
 from stratagem.codecs.compression import Compression, SliceCodec, is_small
-from stratagem.codecs.feedback import Feedback, Kept, Memory, finite
+from stratagem.codecs.feedback import Carried, Feedback, Kept, Memory, finite
 from stratagem.codecs.layout import Layout, Slice
 from stratagem.codecs.topk import TopK
 from stratagem.wire.collective import Collective
 
-#: bytes before each slice: whether its sender has a number that is none
+#: bytes before each slice; the first says whether the sender has a number that is not finite
 _HEAD = 8
 
 
 def width(codec: SliceCodec, slices: Sequence[Slice], itemsize: int) -> int:
-    """Bytes that each of these slices is sent as: those of the longest."""
+    """Return the bytes that every slice is sent as: those of the longest."""
     room = max(codec.room(each.lengths, itemsize) for each in slices)
     return _HEAD + -(-room // 8) * 8
 
 
 class SliceMemory(Memory):
-    """A memory with the slice that is added up here."""
+    """A memory with the residual of the slice that this replica sums."""
 
     def __init__(
         self, flat: Tensor, layout: Layout, names: tuple[str, ...], size: int, rank: int
@@ -42,30 +43,15 @@ class SliceMemory(Memory):
         super().__init__(flat, layout, names)
         self.slices: list[Slice] = layout.slices(size)
         self.mine = self.slices[rank]
-        residual = self.kept["residual"]
-        self.of_sum = residual.new_zeros(self.mine.end - self.mine.start)
-        self.draft_of_sum = torch.zeros_like(self.of_sum)
-        #: bytes that each slice is sent as
+        #: the residual of that slice's sums
+        self.sums = Carried(self.residual.kept.new_zeros(self.mine.end - self.mine.start))
+        self.carried.append(self.sums)
+        #: bytes of an encoded slice
         self.width = 0
-
-    def settle(self, spoilt: bool) -> None:
-        super().settle(spoilt)
-        if self.before is not None:
-            self.of_sum_before.copy_(self.of_sum)
-        if not spoilt:
-            self.of_sum, self.draft_of_sum = self.draft_of_sum, self.of_sum
-
-    def remember(self) -> None:
-        super().remember()
-        self.of_sum_before = torch.zeros_like(self.of_sum)
-
-    def undo(self) -> None:
-        super().undo()
-        self.of_sum = self.of_sum_before
 
 
 class TwoSided(Feedback):
-    """The reducer of compressions that take any slice for itself."""
+    """The reducer of compressions that encode slices."""
 
     def __init__(self, collective: Collective, record: Compression, codec: SliceCodec) -> None:
         super().__init__(collective, record)
@@ -74,12 +60,12 @@ class TwoSided(Feedback):
     def memory(self, flat: Tensor, layout: Layout) -> SliceMemory:
         at = self.collective
         made = SliceMemory(flat, layout, self.keeps, at.size, at.rank)
-        made.width = width(self.codec, made.slices, made.of_sum.itemsize)
+        made.width = width(self.codec, made.slices, made.sums.kept.itemsize)
         return made
 
     def send(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
-        mine, draft = memory.mine, memory.draft["residual"]
+        mine, draft = memory.mine, memory.residual.draft
         self.charge(memory, spoilt)
         out = memory.flat.new_zeros((len(memory.slices), memory.width), dtype=torch.uint8)
         taken = self._take(draft, memory.slices, out[:, _HEAD:])
@@ -87,7 +73,7 @@ class TwoSided(Feedback):
             self.taken(memory, taken)
         out[:, 0] = spoilt
         received = self.collective.swap(out)
-        total = memory.draft_of_sum.copy_(memory.of_sum)
+        total = memory.sums.draft.copy_(memory.sums.kept)
         self._add(received[:, _HEAD:], [Slice(0, len(total), mine.lengths)] * len(received), total)
         spoilt = bool(received[:, 0].any()) or not finite(total)
         back = torch.zeros_like(out[0])
@@ -101,14 +87,14 @@ class TwoSided(Feedback):
             self._write(memory, rows)
 
     def _write(self, memory: SliceMemory, rows: Tensor) -> None:
-        flat, residual = memory.flat, memory.kept["residual"]
+        flat, residual = memory.flat, memory.residual.kept
         total = flat.zero_() if flat.dtype is residual.dtype else torch.zeros_like(residual)
         self._add(rows[:, _HEAD:], memory.slices, total)
         if total is not flat:
             flat.copy_(total)
 
     def _take(self, flat: Tensor, slices: Sequence[Slice], rows: Tensor) -> Tensor | None:
-        """Encode slices, a row each; returns the places that were taken whole, if only some are."""
+        """Encode each slice into a row; returns the indices that were sent exactly, if any."""
         found: list[Tensor] = []
         few = is_small(flat)
         values, into = (flat.numpy(), rows.numpy()) if few else (flat, rows)
@@ -120,7 +106,7 @@ class TwoSided(Feedback):
         return torch.cat(found) if found else None
 
     def _add(self, rows: Tensor, slices: Sequence[Slice], flat: Tensor) -> None:
-        """Add to each slice what its row has."""
+        """Decode each row and add it to its slice."""
         few = is_small(flat)
         into, wires = (flat.numpy(), rows.numpy()) if few else (flat, rows)
         add: Any = self.codec.add_few if few else self.codec.add
@@ -128,37 +114,37 @@ class TwoSided(Feedback):
             add(wire, each.lengths, into[each.start : each.end])
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
-        """Draft what is to be sent: the gradient and what was left out before."""
-        kept, draft = memory.kept["residual"], memory.draft["residual"]
+        """Write the gradient plus the residual to the draft."""
+        kept, draft = memory.residual.kept, memory.residual.draft
         if spoilt:
             draft.copy_(kept)
         else:
             torch.add(kept, memory.flat, out=draft)
 
     def taken(self, memory: SliceMemory, places: Tensor) -> None:
-        """These places were taken whole."""
+        """React to the indices that were sent exactly."""
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
         part = memory.flat[memory.mine.start : memory.mine.end]
-        part.add_(memory.of_sum)
-        memory.draft_of_sum.zero_()
+        part.add_(memory.sums.kept)
+        memory.sums.draft.zero_()
         super().send_dense(memory, spoilt)
 
     # --- checkpoints --------------------------------------------------------------------------
 
     def saved(self, memory: Memory) -> Kept:
         assert isinstance(memory, SliceMemory)
-        whole = torch.zeros_like(memory.kept["residual"])
-        whole[memory.mine.start : memory.mine.end] = memory.of_sum
+        whole = torch.zeros_like(memory.residual.kept)
+        whole[memory.mine.start : memory.mine.end] = memory.sums.kept
         return {**super().saved(memory), "of_sums": memory.layout.split(whole)}
 
     def restore(self, memory: Memory, kept: Kept) -> None:
         assert isinstance(memory, SliceMemory)
         super().restore(memory, kept)
-        whole = torch.zeros_like(memory.kept["residual"])
+        whole = torch.zeros_like(memory.residual.kept)
         memory.layout.join(kept.get("of_sums", {}), whole)
-        memory.of_sum.copy_(whole[memory.mine.start : memory.mine.end])
+        memory.sums.kept.copy_(whole[memory.mine.start : memory.mine.end])
 
 
 class LargestFirst(TwoSided):
@@ -170,7 +156,7 @@ class LargestFirst(TwoSided):
         self.moves = record.momentum > 0
         if self.moves:
             self.keeps = ("residual", "momentum")
-        self.whole = self.whole or record.clip is not None  # by the norm of all gradients
+        self.whole = self.whole or record.clip is not None  # clipping needs all gradients
 
     def charge(self, memory: SliceMemory, spoilt: bool) -> None:
         if not self.moves:
@@ -178,15 +164,15 @@ class LargestFirst(TwoSided):
                 memory.flat.mul_(self._clipped(memory.flat))
             super().charge(memory, spoilt)
             return
-        residual, moved = memory.draft["residual"], memory.draft["momentum"]
-        residual.copy_(memory.kept["residual"])
+        residual, moved = memory.residual.draft, memory.by_name["momentum"].draft
+        residual.copy_(memory.residual.kept)
         self._move(memory, spoilt)
         residual.add_(moved)
 
     def _move(self, memory: SliceMemory, spoilt: bool) -> Tensor:
-        """Draft the momentum with this gradient."""
-        moved = memory.draft["momentum"]
-        torch.mul(memory.kept["momentum"], self.top.momentum, out=moved)
+        """Write the momentum that includes this gradient to its draft."""
+        moved = memory.by_name["momentum"].draft
+        torch.mul(memory.by_name["momentum"].kept, self.top.momentum, out=moved)
         if not spoilt:
             moved.add_(memory.flat, alpha=self._clipped(memory.flat))
         return moved
@@ -201,7 +187,7 @@ class LargestFirst(TwoSided):
 
     def taken(self, memory: SliceMemory, places: Tensor) -> None:
         if self.moves and self.top.masking:
-            memory.draft["momentum"].index_fill_(0, places, 0.0)
+            memory.by_name["momentum"].draft.index_fill_(0, places, 0.0)
 
     def send_dense(self, memory: Memory, spoilt: bool) -> None:
         assert isinstance(memory, SliceMemory)
@@ -209,7 +195,7 @@ class LargestFirst(TwoSided):
             if self.top.clip is not None and not spoilt:
                 memory.flat.mul_(self._clipped(memory.flat))
         elif spoilt:
-            memory.draft["momentum"].copy_(memory.kept["momentum"])
+            memory.by_name["momentum"].draft.copy_(memory.by_name["momentum"].kept)
         else:
             memory.flat.copy_(self._move(memory, spoilt))
         super().send_dense(memory, spoilt)

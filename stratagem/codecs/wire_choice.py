@@ -1,4 +1,4 @@
-"""Which reducer and which codec stand behind `wire=`."""
+"""The reducer and the codec that `wire=` selects."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from stratagem.codecs.two_sided import LargestFirst, TwoSided
 from stratagem.errors import UsageError
 from stratagem.wire.collective import Collective
 
-#: what `wire=` may be
+#: the type of `wire=`
 Wire = str | Compression | None
 
 
 def check_wire(wire: Wire) -> None:
-    """Refuse what is no wire of an all-reduce."""
+    """Raise UsageError if an all-reduce has no such wire."""
     if not isinstance(wire, Compression):
         wire_type(wire)
 
 
 def reducer(collective: Collective, wire: Wire) -> Reducer:
-    """The reducer whose gradients travel as `wire`."""
+    """Return the reducer whose gradients travel as `wire`."""
     if isinstance(wire, TopK):
         return LargestFirst(collective, wire)
     if isinstance(wire, Int8 | Sign):
@@ -40,19 +40,19 @@ def reducer(collective: Collective, wire: Wire) -> Reducer:
     return Plain(collective) if dtype is None else Encoded(collective, CastCodec(dtype))
 
 
-#: by their names
+#: compressions by name
 RECORDS: dict[str, type[Compression]] = {
     kind.__name__: kind for kind in (Int8, TopK, Sign, PowerSGD)
 }
 
 
 def wire_to_json(wire: Wire) -> Any:
-    """`wire` as the servers are told it: a name, or a record's own name and what it was given."""
+    """Return `wire` as JSON for the servers: a type's name, or a record's name and its fields."""
     return [type(wire).__name__, asdict(wire)] if isinstance(wire, Compression) else wire
 
 
 def wire_from_json(told: Any) -> Wire:
-    """What `wire_to_json` has written; a record checks what it is given."""
+    """Return the `wire` that `wire_to_json` wrote; a record checks its fields."""
     if told is None or isinstance(told, str):
         return told
     name, given = told

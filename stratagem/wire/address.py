@@ -1,7 +1,7 @@
 """Addresses of the wire, and the sockets behind them.
 
-`host:port` is TCP. `unix:@name` is a Unix socket in Linux's abstract namespace, which leaves no
-file behind; `unix:/path` is one with a file, for other systems.
+`host:port` is TCP. `unix:@name` is a Unix socket in Linux's abstract namespace, without a file;
+`unix:/path` is one with a file, for other systems.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def local_address() -> str:
-    """Return a fresh address for processes of this machine, which cannot be guessed."""
+    """Return a new, unguessable address for processes of this machine."""
     if _LINUX:
         return f"{_UNIX}@stratagem-{secrets.token_hex(16)}"
     return f"{_UNIX}{tempfile.mkdtemp(prefix=_PRIVATE)}/wire"
@@ -38,7 +38,7 @@ def is_unix(address: str) -> bool:
 
 
 def encrypted(address: str, tls: bool | None) -> bool:
-    """Whether to encrypt: as asked for, else unless the address is of this machine only."""
+    """Whether to encrypt: as `tls` says, or if None, unless the address is local."""
     if is_unix(address):
         _unix_name(address)
         if tls:
@@ -57,7 +57,7 @@ def encrypted(address: str, tls: bool | None) -> bool:
 
 
 def call(address: str, limit: float) -> socket.socket:
-    """Connect within `limit` seconds; OSError if nobody answers."""
+    """Connect within `limit` seconds; OSError if no listener answers."""
     if is_unix(address):
         return _call_unix(_unix_name(address), time.monotonic() + limit)
     return sockets.connect(address, limit)
@@ -73,7 +73,7 @@ def _call_unix(name: str, deadline: float) -> socket.socket:
                 sock.settimeout(None)
                 return sock
             except BlockingIOError:
-                # The queue there is full. Unlike TCP, the kernel does not wait with us.
+                # The listener's backlog is full, and connect() does not block then, as TCP's does.
                 if time.monotonic() >= deadline:
                     raise TimeoutError("timed out: many wait there already") from None
                 time.sleep(0.01)
@@ -83,7 +83,7 @@ def _call_unix(name: str, deadline: float) -> socket.socket:
 
 
 def listen(address: str, who: str) -> socket.socket:
-    """Listen on an address of this machine, on its own interface only."""
+    """Listen on an address of this machine, on that interface only."""
     if not is_unix(address):
         return sockets.listen(address, who)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,7 +108,7 @@ def forget(address: str) -> None:
         os.unlink(name)
     folder = os.path.dirname(name)
     if os.path.basename(folder).startswith(_PRIVATE):
-        with contextlib.suppress(OSError):  # somebody put something beside it
+        with contextlib.suppress(OSError):  # it holds other files
             os.rmdir(folder)
 
 
@@ -124,10 +124,9 @@ def _unix_name(address: str) -> str:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames without delay, and notice in the end a peer whose machine is gone.
+    """Send small frames without delay, and use keepalive to notice a machine that is gone.
 
-    The buffers stay as they are: the kernel sizes them to the network, and fixed ones, up to
-    4 MB, were no faster on loopback.
+    The kernel sizes the buffers to the network; fixed ones, up to 4 MB, were no faster on loopback.
     """
     if sock.family == socket.AF_UNIX:
         return

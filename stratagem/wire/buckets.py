@@ -1,12 +1,11 @@
-"""Gradients laid out flat, in the order in which backward makes them.
+"""Flat buckets of gradients, in the order in which backward makes them.
 
     bucket 0  [ last layer ........ ]   full first, travels first
     bucket 1  [ middle layers ..... ]
     bucket 2  [ first layer | notes ]   the notes ride at the end of the last bucket
 
-The notes are a few numbers of this step that every replica needs added up: the loss, how many
-examples stand behind it, and which parameters had a gradient at all. They would otherwise cost a
-message of their own.
+The notes are a few numbers of this step that are summed with the gradients: the loss, its number of
+examples, and which parameters had a gradient at all. They would otherwise cost a message.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from torch.utils.weak import TensorWeakRef
 
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
-#: of a capacity, that all gradients lie in one bucket, where none travels before the others
+#: a capacity that puts all gradients into one bucket
 WHOLE = 1 << 62
-#: bytes with which the first bucket leaves, so that the link is not idle while others are made
+#: bytes of the first bucket: small, so that the link is busy early in backward
 _FIRST = 1 << 20
 
 
 @dataclass
 class Bucket:
-    """A flat piece of storage, and which parameters lie in it."""
+    """A flat piece of storage, and the indices of its parameters."""
 
     flat: Tensor
     members: list[int]
@@ -36,7 +35,7 @@ class Bucket:
 
 
 class Buckets:
-    """Flat storage for the gradients of `params`, with a view for each."""
+    """Flat storage for the gradients of `params`, with a view for each gradient."""
 
     def __init__(
         self,
@@ -48,12 +47,12 @@ class Buckets:
         notes_apart: Allocate | None = None,
         may_be_kept: bool = False,
     ) -> None:
-        """`may_be_kept`: a kept `p.grad` becomes a copy before the next one is written."""
+        """`may_be_kept`: a `p.grad` that the user keeps becomes a copy before the next write."""
         self.params = list(params)
         self.notes_size = notes + len(self.params)
         plan = plan_buckets(self.params, capacity)
         self.views: list[Tensor] = [torch.empty(0)] * len(self.params)
-        #: in loops that are not ours, the last `p.grad` of each parameter, if it is still there
+        #: in custom loops, a weak reference to the last `p.grad` of each parameter
         self._given: list[TensorWeakRef | None] | None = None
         if may_be_kept:
             self._given = [None] * len(self.params)
@@ -85,16 +84,16 @@ class Buckets:
         return Bucket(flat, members)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply every gradient, and not the notes."""
+        """Multiply the gradients, but not the notes."""
         for bucket in self.buckets:
             bucket.flat[: self.length(bucket)].mul_(factor)
 
     def length(self, bucket: Bucket) -> int:
-        """How many numbers of a bucket are gradients."""
+        """Return how many numbers of a bucket are gradients."""
         return sum(self.params[i].numel() for i in bucket.members)
 
     def begin(self) -> None:
-        """Begin a backward pass: every bucket waits for all its members."""
+        """Begin a backward pass: all gradients of every bucket are missing."""
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
         self._next = 0
@@ -111,7 +110,7 @@ class Buckets:
         self._where[index].missing -= 1
 
     def gradient(self, index: int) -> Tensor:
-        """Return what a parameter's `grad` becomes: a tensor over its place in the bucket."""
+        """Return the tensor for a parameter's `grad`, which shares the bucket's memory."""
         if self._given is None:
             return self.views[index]
         given = self.views[index].detach()
@@ -119,9 +118,9 @@ class Buckets:
         return given
 
     def spare(self, index: int) -> None:
-        """Before another gradient is written: give the last one, if it was kept, its own memory.
+        """Give the last gradient, if the user kept it, its own memory before the next write.
 
-        On one device the next gradient is another tensor, and the last one stays what it was.
+        On one device the next gradient is another tensor, and the last one keeps its values.
         """
         last = None if self._given is None else self._given[index]
         kept = None if last is None else last()
@@ -129,15 +128,15 @@ class Buckets:
             kept.data = kept.detach().clone()
 
     def full(self) -> list[Bucket]:
-        """Return the buckets that may leave now, in the same order on every replica.
+        """Return the buckets that may be reduced now, in the same order on every replica.
 
-        The last one stays for `rest`: its notes are known only when backward has ended.
+        The last one waits for `rest`: its notes are known only after backward.
         """
         last = self.buckets[-1]
         return self._release(lambda bucket: bucket.missing == 0 and bucket is not last)
 
     def rest(self) -> list[Bucket]:
-        """Return the buckets that have not left yet."""
+        """Return the remaining buckets."""
         return self._release(lambda bucket: True)
 
     def _release(self, may_go: Callable[[Bucket], bool]) -> list[Bucket]:
@@ -148,9 +147,10 @@ class Buckets:
 
 
 def plan_buckets(params: Sequence[nn.Parameter], capacity: int) -> list[list[int]]:
-    """Parameters in reverse order, by type; a new bucket when one is full.
+    """Assign parameters to buckets: in reverse order, by type, a new bucket when one is full.
 
-    The first is full early; else it could wait for the bias of a layer whose weights do not fit.
+    The first bucket closes early, or it could wait for the bias of a layer whose weights do not
+    fit.
     """
     plan: list[list[int]] = []
     first = WHOLE if capacity == WHOLE else min(_FIRST, capacity)

@@ -1,9 +1,9 @@
-"""Messages of bytes over a process group: a short one travels at once, with its size.
+"""Byte messages over a process group: a short one travels together with its size.
 
-    [ size | number of messages | the bytes, if they are few ]        else they come behind it
+    [ size | number of messages | the bytes, if few ]        otherwise they follow in a second one
 
-The first member may hold back what it tells the others, and tell it as one message: it needs no
-answer, and the others hear one thing after another in the order in which it was said.
+The first member may hold back its broadcasts and send them as one: they need no answer, and the
+other members read them one by one, in order.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from stratagem.wire.process_group import ProcessGroup
 
 _HEAD = 16  # bytes: two whole numbers
 _SHORT = 1024 - _HEAD
-#: a longer one is not copied to stand beside others
+#: a longer message is not copied to travel with others
 _LONG = 1 << 20
 
 
 class ByteMessages:
-    """Those of one group, whose members send and receive in the same order."""
+    """The messages of one group, whose members send and receive in the same order."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        #: on the first member: what is held back, if anything is to be
+        #: on the first member: messages held back; None while none are to be
         self._held: list[Tensor] | None = None
-        #: on the others: what came with an earlier message
+        #: on other members: messages that came with an earlier one
         self._heard: deque[Tensor] = deque()
 
     def hold(self) -> None:
-        """Hold back what the first member says, until `tell` or until it waits for others."""
+        """Hold back the first member's broadcasts until `tell`, or until it waits for members."""
         if self._group.rank == 0 and self._held is None:
             self._held = []
 
     def tell(self) -> None:
-        """Say what was held back, and hold nothing back any more."""
+        """Send what was held back, and hold back no more."""
         self.flush()
         self._held = None
 
     def flush(self) -> None:
-        """Say what was held back: the others wait for it."""
+        """Send what was held back, before this member waits for those who need it."""
         if self._held:
             held, self._held = self._held, []
             self._send(held, 0)
@@ -53,7 +53,7 @@ class ByteMessages:
         self._group.gather(torch.zeros(1, dtype=torch.uint8))
 
     def gather(self, data: Tensor) -> list[Tensor]:
-        """Everybody's bytes, in order."""
+        """Gather every member's bytes, in rank order."""
         self.flush()
         found = self._group.gather(_first(data, 1))
         sizes = [_read(each)[0] for each in found]
@@ -66,7 +66,7 @@ class ByteMessages:
         return [each[start : start + size].clone() for each, size in both]
 
     def broadcast(self, data: Tensor | None, source: int) -> Tensor:
-        """The source's bytes."""
+        """Return the source's bytes."""
         if self._group.rank == source:
             assert data is not None
             if self._held is not None and data.numel() <= _LONG:
@@ -106,7 +106,7 @@ class ByteMessages:
 
 
 def _first(data: Tensor, count: int) -> Tensor:
-    """What goes ahead: how much there is to come, or all of it."""
+    """Return the first message: the sizes, and the bytes if they are few."""
     first = torch.zeros(_HEAD + _SHORT, dtype=torch.uint8)
     first[:_HEAD].copy_(torch.tensor([data.numel(), count]).view(torch.uint8))
     if data.numel() <= _SHORT:

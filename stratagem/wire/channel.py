@@ -1,4 +1,4 @@
-"""Bytes through a socket: many pieces of memory in one call, and nothing copied on the way."""
+"""Byte streams over sockets: several buffers in one call, without copies."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PIECES = min(1024, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 
 
 class Channel(ABC):
-    """A stream of bytes over a socket. One thread may receive while another sends; sends come one
-    at a time."""
+    """A stream of bytes over a socket. One thread may receive while another sends; only one thread
+    at a time may send."""
 
     def __init__(self, sock: socket.socket) -> None:
-        #: to ask about the connection; not to send or receive
+        #: the socket, for queries about the connection; not for sending or receiving
         self.line = sock
 
     @property
     def closed(self) -> bool:
-        """Whether the descriptor is gone."""
+        """Whether the descriptor is closed."""
         return self.line.fileno() < 0
 
     @abstractmethod
@@ -30,23 +30,23 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self, pieces: Sequence[memoryview]) -> int:
-        """Fill the pieces; return how many bytes came, fewer only at the stream's end."""
+        """Fill the pieces; return the bytes received, fewer only at the stream's end."""
 
     @abstractmethod
     def readable(self, seconds: float) -> bool:
-        """Whether a byte, or the end, comes within that time."""
+        """Whether a byte or the stream's end arrives within that time."""
 
     def hang_up(self) -> None:
-        """End the stream both ways, waking every thread that waits on it; the descriptor stays."""
+        """Shut the stream down both ways, waking waiting threads; the descriptor stays."""
         hang_up(self.line)
 
     def close(self) -> None:
-        """Give the descriptor back; no thread may be using the channel any more."""
+        """Close the descriptor; no thread may be using the channel any more."""
         self.line.close()
 
 
 class PlainChannel(Channel):
-    """A stream socket as it is, TCP or Unix; it blocks."""
+    """A blocking stream socket, TCP or Unix, unencrypted."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
@@ -65,7 +65,7 @@ class PlainChannel(Channel):
 
     def receive(self, pieces: Sequence[memoryview]) -> int:
         done = total = 0
-        if len(pieces) == 1:  # as most are: no list of buffers for the kernel
+        if len(pieces) == 1:  # the usual case, without a list of buffers
             total = self._sock.recv_into(pieces[0], 0, socket.MSG_WAITALL)
             if total in (0, len(pieces[0])):
                 return total
@@ -84,7 +84,7 @@ class PlainChannel(Channel):
 
 
 def _advance(pieces: list[memoryview], done: int, count: int) -> int:
-    """Cut `count` bytes off the front of pieces[done:]; the new `done`."""
+    """Cut `count` bytes off the front of pieces[done:], and return the new `done`."""
     while count:
         size = len(pieces[done])
         if count < size:
@@ -96,14 +96,14 @@ def _advance(pieces: list[memoryview], done: int, count: int) -> int:
 
 
 def wait(sock: socket.socket, event: int, seconds: float | None = None) -> bool:
-    """Wait until the socket is ready, has failed or was hung up; False when time is over."""
+    """Wait until the socket is ready, has failed or was hung up; False after a timeout."""
     poll = select.poll()
     poll.register(sock, event)
     return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Shut a socket down both ways, whatever class it has.
+    """Shut a socket down both ways, also an SSLSocket.
 
     SSLSocket.shutdown() would first forget its keys: a thread that is about to send could then
     send in the clear.
@@ -111,4 +111,4 @@ def hang_up(sock: socket.socket) -> None:
     try:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
     except OSError:
-        return  # the peer was first, or it never was connected
+        return  # the peer hung up first, or it was never connected

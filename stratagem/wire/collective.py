@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: the types whose sums are made in fp32
+HALF = (torch.float16, torch.bfloat16)
+
 
 class Pending:
-    """Work under way; `wait` returns when its tensor may be read."""
+    """An operation under way; `wait` returns when its tensor may be read."""
 
     def __init__(self, wait: Callable[[], None] | None = None) -> None:
         self._wait = wait
@@ -31,12 +34,12 @@ class Collective(ABC):
     overlaps: bool = True
     #: whether replicas map each other's memory (`wire.shared_memory.sharing`)
     shares_memory: bool = False
-    #: whether it takes part: not so a standby's
+    #: whether it takes part in operations; a standby's does not
     live: bool = True
 
     @abstractmethod
     def buffer(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeroed flat storage that `all_reduce` handles best. Collective."""
+        """Allocate zeroed flat storage that `all_reduce` handles best. Collective."""
 
     def release(self, flat: Tensor) -> None:  # noqa: B027
         """Give a `buffer` back."""
@@ -45,42 +48,42 @@ class Collective(ABC):
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         """Replace `flat` by the sum over replicas of `weight * flat`.
 
-        A weight of zero means that the content is ignored, NaN included.
+        With a weight of zero the content is ignored, NaN included.
         """
 
-    #: whether `beside` runs beside the computation, on a thread of its own
+    #: whether `beside` runs work on another thread, beside the computation
     runs_beside: bool = False
 
     def beside(self, work: Callable[[], None]) -> Pending:
-        """Do what uses this collective, in turn with all else that does; beside the computation
-        where that is possible. Replicas call it in the same order."""
+        """Run work that uses this collective, in order with its other operations and, where
+        possible, beside the computation. Replicas call it in the same order."""
         work()
         return Pending()
 
     @abstractmethod
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        """Every replica's one-dimensional uint8 CPU tensor, in rank order; sizes may differ.
+        """Gather every replica's flat uint8 CPU tensor, in rank order; sizes may differ.
 
-        Read or copy them before the next message: their memory may be used again.
+        Read or copy the results before the next message, which may reuse their memory.
         """
 
     def swap(self, rows: Tensor) -> Tensor:
-        """Send row r of a table of bytes to replica r; returns what came from each, in rank order.
+        """Send row r of a table of bytes to replica r (all-to-all); returns the received rows.
 
-        On every replica the same number of bytes a row.
+        Rows have the same number of bytes on every replica.
         """
         found = self.gather_bytes(rows.detach().cpu().reshape(-1))
-        mine = [each.view(rows.shape)[self.rank] for each in found]
-        return torch.stack(mine).to(rows.device)
+        received = [each.view(rows.shape)[self.rank] for each in found]
+        return torch.stack(received).to(rows.device)
 
     def collect(self, row: Tensor) -> Tensor:
-        """Every replica's row of bytes, all of one length, in rank order."""
+        """Gather every replica's row of bytes, all of one length, in rank order."""
         return torch.stack(self.gather_bytes(row.detach().cpu())).to(row.device)
 
     def trade(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int]) -> list[Tensor]:
-        """Send `flat` to some replicas; returns what came from the senders, in their order.
+        """Send `flat` to the receivers; returns what the senders sent, in their order.
 
-        Every replica calls it, with as many numbers, and `receivers` and `senders` of all fit.
+        Every replica calls it, with the same number of elements and matching ranks.
         """
         raw = flat.detach().cpu().contiguous().view(torch.uint8)
         found = self.gather_bytes(raw)
@@ -88,37 +91,48 @@ class Collective(ABC):
 
     @abstractmethod
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        """The source's one-dimensional uint8 CPU tensor, on every replica; read or copy it before
-        the next message."""
+        """Return the source's flat uint8 CPU tensor on every replica; read or copy it before the
+        next message."""
 
     def hold(self) -> None:  # noqa: B027
-        """From here to `tell`, what the first replica tells all may come later, in one message."""
+        """Until `tell`, the first replica may delay its broadcasts and send them as one message."""
 
     def tell(self) -> None:  # noqa: B027
-        """The others have everything from here on, or it is on its way."""
+        """Send the delayed broadcasts, and delay no more."""
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite `tensor` with the source's."""
+        """Overwrite `tensor` with the source's tensor."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+        received = self.broadcast_bytes(raw if self.rank == source else None, source)
+        if self.rank != source and flat.numel():
+            with torch.no_grad():  # only a clone is sure to be aligned for any dtype
+                tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
 
     @abstractmethod
     def barrier(self) -> None:
         """Return when every replica has called it."""
 
     def step(self, work: Callable[[], None]) -> bool:
-        """Do a step of a loop, in which replicas may meet; returns whether it was done here, and
-        not left out by a standby."""
+        """Run a step of a loop, which may contain collectives; False if a standby skipped it."""
         work()
         return True
 
     def offer(  # noqa: B027
         self, state: Callable[[], Any] | None, adopt: Callable[[Any], None]
     ) -> None:
-        """Standbys may take part in the steps to come: `state` of the first replica in the midst of
-        one is what `adopt` is given in a standby. None: they cannot."""
+        """Let standbys take over in the steps to come, or with None in none of them.
+
+        The first replica's `state`, in the middle of a step, goes to a standby's `adopt`.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Let go of connections and memory, where there are any."""
+        """Free connections and memory."""
+
+
+def add_up(rows: Tensor) -> Tensor:
+    """Sum the rows of a table; 16-bit numbers in fp32, rounded once."""
+    return rows.sum(0, dtype=torch.float32 if rows.dtype in HALF else rows.dtype).to(rows.dtype)
 
 
 def apply_weight(flat: Tensor, weight: float) -> None:
@@ -130,7 +144,7 @@ def apply_weight(flat: Tensor, weight: float) -> None:
 
 
 class Alone(Collective):
-    """The group of one: nothing travels."""
+    """The group of one replica: nothing travels."""
 
     rank = 0
     size = 1

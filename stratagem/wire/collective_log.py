@@ -1,10 +1,10 @@
-"""What the operations of one call have brought, kept so that a standby can follow the call.
+"""A log of one call's collectives and their results, so that a standby can follow the call.
 
-    first replica   set-up | listen | step | listen | step ...    appends what came of each
-    standby         set-up | listen |      | listen |      ...    reads it, and leaves steps out
+    first replica   set-up | listen | step | listen | step ...    appends the results
+    standby         set-up | listen |      | listen |      ...    reads them, and skips steps
 
-Nobody waits for a reader. Of a step only its end is written: what it has done to the weights, a
-standby gets from the first replica when it takes part itself.
+The writer never waits for a reader. Only the end of a step is logged: a standby that takes over
+gets the weights from the first replica.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment
 from stratagem.wire.tree import decode, encode
 
-TURN = 8  # by how much a meeting advances the count; its kind rides on the rest
+TURN = 8  # a meeting advances the turn by 8; the low bits hold its kind
 KINDS = ("step", "barrier", "gather", "broadcast", "table")
-#: what kind, the turn and the mailbox after it, and how many bytes follow
+#: kind, turn and mailbox after the operation, and number of bytes that follow
 _HEAD = struct.Struct(">BQBQ")
-#: where to begin, how many bytes of state there are, and how many of their segment's handle follow
+#: turn to begin at, bytes of state, and bytes of the segment handle that follows
 _ORDER = struct.Struct(">QQH")
-MOST = 128 << 20  # bytes of a log; beyond, the call goes on without one
-_LOOK = 0.05  # seconds between two looks at a log that has nothing new
+MOST = 128 << 20  # bytes of a log; beyond that the call goes on without one
+_LOOK = 0.05  # seconds between two reads of a log that has nothing new
 _READY = b"r"
 
 
 class CollectiveLog:
-    """The writer's side, on the first replica; made between two operations."""
+    """The writer, on the first replica; created between two operations."""
 
     def __init__(self, turn: int, box: int) -> None:
         self.start = (turn, box)
-        #: the turn at which the step under way has begun; None between steps
+        #: the turn at which the current step began; None between steps
         self.opened: int | None = None
-        #: the first replica's state while a step is under way; None while nobody can follow
+        #: returns the first replica's state during a step; None while no standby can follow
         self.state: Callable[[], Any] | None = None
-        #: whether something was left out, so that nobody can follow any more
+        #: whether an operation was not logged, so that no standby can follow any more
         self.broken = False
-        #: those of tables, which live as long as they may be mapped
+        #: segments of tables, kept as long as a standby may map them
         self.tables: list[Segment] = []
         self._size = 0
         self._fd = os.memfd_create("stratagem", os.MFD_CLOEXEC)
@@ -58,11 +58,11 @@ class CollectiveLog:
 
     @property
     def writes(self) -> bool:
-        """Whether operations are to be written now."""
+        """Whether operations are logged now."""
         return self.opened is None and not self.broken
 
     def write(self, kind: str, turn: int, box: int, data: Tensor | None = None) -> None:
-        """An operation is over, after which the collective stands at this turn and mailbox."""
+        """Log an operation's result, and the collective's turn and mailbox after it."""
         length = 0 if data is None else data.numel()
         self._size += _HEAD.size + length
         if self._size > MOST:
@@ -78,13 +78,13 @@ class CollectiveLog:
             left = left[os.write(self._fd, left) :]
 
     def give_up(self) -> None:
-        """Have nobody follow this call."""
+        """Stop logging: no standby can follow this call."""
         self.broken, self.state = True, None
         self.tables.clear()
         os.ftruncate(self._fd, 0)
 
     def order(self, turn: int) -> tuple[bytes, Segment]:
-        """What sends a standby into the step that is under way; the segment lives until it is."""
+        """Return the order to take over the current step, and the segment that holds the state."""
         assert self.state is not None
         data = encode(self.state())
         segment = Segment(data.numel())
@@ -94,9 +94,9 @@ class CollectiveLog:
 
 
 class LoggedCollective(Collective):
-    """A collective that counts its meetings, and may write down what its operations bring."""
+    """A collective that counts its meetings, and may log its operations."""
 
-    #: on the first replica: where operations are noted for standbys
+    #: on the first replica: the log that standbys follow
     log: CollectiveLog | None = None
     _turn: int
     _mail: Mailboxes
@@ -108,11 +108,11 @@ class LoggedCollective(Collective):
 
     @property
     def position(self) -> tuple[int, int]:
-        """The last meeting that this replica came to, and the mailbox used last."""
+        """The turn of this replica's last meeting, and the mailbox used last."""
         return self._turn, self._mail.box
 
     def turn_of(self, rank: int) -> int:
-        """The last meeting that a replica came to."""
+        """Return the turn of a replica's last meeting."""
         return self._flags[rank * WORDS] // TURN * TURN
 
     def step(self, work: Callable[[], None]) -> bool:
@@ -140,7 +140,7 @@ def is_ready(orders: socket.socket) -> bool:
 
 @dataclass
 class LogEntry:
-    """What one operation has brought, and where the collective stands after it."""
+    """The result of one operation, and the turn and mailbox after it."""
 
     kind: str
     turn: int
@@ -150,14 +150,14 @@ class LogEntry:
 
 @dataclass
 class TakeOver:
-    """From which turn on a standby takes part, and the first replica's state at that turn."""
+    """An order: the turn at which a standby takes over, and the first replica's state there."""
 
     turn: int
     state: Any
 
 
 class LogFollower:
-    """The standby's side; orders come by a socket of its own."""
+    """The standby's side of the log; orders come over a socket."""
 
     def __init__(self, handle: str, orders: socket.socket) -> None:
         self._fd = os.open(handle, os.O_RDONLY)
@@ -167,7 +167,7 @@ class LogFollower:
         weakref.finalize(self, os.close, self._fd)
 
     def next(self) -> LogEntry | None:
-        """The next entry, if it is there."""
+        """Return the next entry, or None if it is not written yet."""
         left = os.fstat(self._fd).st_size - self._at - _HEAD.size
         if left < 0:
             return None
@@ -184,12 +184,12 @@ class LogFollower:
         return LogEntry(KINDS[kind], turn, box, data)
 
     def wait(self, *, ready: bool) -> None:
-        """There is nothing new: wait a while for it, or for an order. `ready`: one is welcome."""
+        """Wait a while for a new entry or an order; `ready`: this standby can take one."""
         if ready and not self._is_ready:
             self._is_ready = True
             self._orders.sendall(_READY)
         if self.order is not None:
-            time.sleep(0.001)  # what comes before it is on its way
+            time.sleep(0.001)  # the entries before the order are on their way
         elif select.select([self._orders], [], [], _LOOK)[0]:
             turn, size, length = _ORDER.unpack(self._receive(_ORDER.size))
             segment = Segment.attach(self._receive(length).decode())

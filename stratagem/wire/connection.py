@@ -1,4 +1,4 @@
-"""A connection to one peer that belongs to the job: frames out, frames in."""
+"""A connection to one peer of the job, over which frames travel."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from stratagem.wire.send_queue import SendQueue
 
 log = logging.getLogger("stratagem")
 
-_SCRAP = 1 << 20  # bytes of a body that nobody wants, read at a time
+_SCRAP = 1 << 20  # bytes of a skipped body that are read at a time
 _ORDINARY_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 
 class WireError(StratagemError, ConnectionError):
-    """A connection ended, or carried what it must not; it is closed."""
+    """A connection failed, or carried invalid data; it is closed."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A header that arrived, and how many bytes of body follow, not yet read."""
+    """A received header, and the size of the body, which is still to be read."""
 
     header: dict[str, Any]
     size: int
 
     def room(self, size: int) -> Tensor:
-        """Memory for a part of the body, which cannot be larger than the body."""
+        """Allocate memory for a part of the body, which cannot be larger than the body."""
         if not 0 <= size <= self.size:
             raise WireError(f"a part of {size} bytes was announced in a body of {self.size}")
         return torch.empty(size, dtype=torch.uint8)
@@ -50,7 +50,7 @@ class _ClosedHere(WireError):
 
 
 class _Use:
-    """Keeps the descriptor while a thread uses the connection."""
+    """Keeps the descriptor open while a thread uses the connection."""
 
     __slots__ = ("_connection", "_in_frame")
 
@@ -77,15 +77,15 @@ class Connection(AbstractContextManager["Connection"]):
     """Frames to and from one peer.
 
     Any thread may send; one thread receives: `receive`, then the body with `read_into`, `read`
-    or `skip`. A WireError from any of them is final: the connection is closed. `close` may come
-    from any thread, and wakes those that wait. It does not wait for the peer to read what was
-    sent: who must be sure of that waits for an answer.
+    or `skip`. A WireError from any of them is final: the connection is closed. Any thread may call
+    `close`, which wakes waiting threads. It does not wait until the peer has read what was sent; to
+    be sure of that, wait for an answer.
     """
 
     def __init__(self, channel: Channel, peer: str) -> None:
-        #: who is at the other end, for messages; whoever learns a better name may set it
+        #: the peer's name for messages; may be set to a better one
         self.peer = peer
-        #: the identity of the peer's host, once it has said so
+        #: the identity of the peer's host, once known
         self.host = ""
         self._channel = channel
         self._sending = threading.Lock()
@@ -102,7 +102,7 @@ class Connection(AbstractContextManager["Connection"]):
         """
         pieces = bytes_of(body) if body else []
         start = encode(header, sum(map(len, pieces)))
-        if self._channel.closed:  # before any lock: in a forked child nobody would release it
+        if self._channel.closed:  # before any lock, which no thread would release in a forked child
             raise self._closed_here()
         with self._sending, self._between:
             self._channel.send([memoryview(start), *pieces])
@@ -110,15 +110,15 @@ class Connection(AbstractContextManager["Connection"]):
     def send_in_turn(
         self, turns: SendQueue, header: Mapping[str, Any], body: Sequence[Tensor] = ()
     ) -> None:
-        """As `send`, but a large body waits until others have sent theirs."""
+        """Send a frame; a large body waits for its turn among other large ones."""
         with turns.turn(self._channel.line, sum(tensor.nbytes for tensor in body)):
             self.send(header, body)
 
     def stream(self, header: Mapping[str, Any], size: int, parts: Iterable[Tensor]) -> None:
-        """Send a frame whose body of `size` bytes is still being made: part by part, as it comes.
+        """Send a frame whose body of `size` bytes in total is produced part by part.
 
-        The parts must add up to it. Whoever makes them must end, or close the connection: others
-        that want to send wait meanwhile.
+        Other senders wait meanwhile, so the parts must come to an end, or the caller must close the
+        connection.
         """
         start = encode(header, size)
         if self._channel.closed:
@@ -134,9 +134,9 @@ class Connection(AbstractContextManager["Connection"]):
             raise UsageError(f"a frame's parts differ from its size by {size} bytes")
 
     def offer(self, header: Mapping[str, Any]) -> bool:
-        """Send a small frame unless that would have to wait; whether it was sent.
+        """Send a small frame unless that would block; returns whether it was sent.
 
-        For a word in between: another frame may be on its way, or the peer does not read.
+        It would block while another frame is being sent, or if the peer does not read.
         """
         start = encode(header, 0)
         if self._channel.closed:
@@ -185,7 +185,7 @@ class Connection(AbstractContextManager["Connection"]):
     def read_into(self, tensors: Sequence[Tensor], *, more: bool = False) -> None:
         """Read the body straight into these tensors; its size must be theirs.
 
-        With `more` they take the beginning of it, and the rest is read later.
+        With `more` they take its beginning, and the rest is read later.
         """
         pieces = bytes_of(tensors)
         wanted = sum(map(len, pieces))
@@ -195,7 +195,7 @@ class Connection(AbstractContextManager["Connection"]):
         self._left -= wanted
 
     def read(self, limit: int) -> Tensor:
-        """Read the body as bytes; more than `limit` of them are refused."""
+        """Read the body as bytes; WireError if they are more than `limit`."""
         self._hold_to(limit)
         body = torch.empty(self._left, dtype=torch.uint8)
         self._fill(bytes_of([body]), self._left)
@@ -203,7 +203,7 @@ class Connection(AbstractContextManager["Connection"]):
         return body
 
     def skip(self, limit: int) -> None:
-        """Read past the body; more than `limit` bytes of it are refused."""
+        """Discard the body; WireError if it has more than `limit` bytes."""
         self._hold_to(limit)
         scrap = memoryview(bytearray(min(self._left, _SCRAP)))
         while self._left:
@@ -212,7 +212,7 @@ class Connection(AbstractContextManager["Connection"]):
             self._left -= size
 
     def readable(self, seconds: float = 0.0) -> bool:
-        """Whether a frame, or the end, begins to arrive within that time."""
+        """Whether a frame begins, or the stream ends, within that time."""
         if self._channel.closed:
             return True
         try:
@@ -222,7 +222,7 @@ class Connection(AbstractContextManager["Connection"]):
             return True
 
     def close(self) -> None:
-        """Hang up, and wake every thread that sends or receives here; may be called again."""
+        """Hang up, and wake every thread that sends or receives; may be called again."""
         if self._channel.closed:
             return
         with self._gate:
@@ -241,7 +241,7 @@ class Connection(AbstractContextManager["Connection"]):
             self._refuse(f"it sent a body of {self._left} bytes; {limit} is the limit here")
 
     def _fill(self, pieces: Sequence[memoryview], wanted: int) -> None:
-        """Receive what must follow in the middle of a frame."""
+        """Receive bytes inside a frame, where the stream must not end."""
         if not wanted:
             return
         if self._channel.closed:
@@ -258,9 +258,9 @@ class Connection(AbstractContextManager["Connection"]):
             self._users += 1
 
     def _broke(self, problem: BaseException, inside: bool) -> None:
-        """Raise the meaning of an error that came while the channel was in use."""
+        """Turn an error of the channel into a WireError, and close the connection."""
         if not isinstance(problem, OSError):
-            self.close()  # interrupted in a frame: nobody knows where the next one begins
+            self.close()  # interrupted in a frame: where the next one begins is unknown
             return
         if self._closed:
             raise self._closed_here() from problem
@@ -295,14 +295,14 @@ class Connection(AbstractContextManager["Connection"]):
 
 
 def detach(connection: Connection) -> socket.socket:
-    """Give a socket away, between two frames, to one who reads, writes and closes it."""
+    """Hand over the socket, between two frames; the caller then owns it."""
     with connection._gate:
         connection._closed = True
     return connection._channel.line
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> list[memoryview]:
-    """The memory of contiguous CPU tensors of any dtype, not copied; empty ones are left out."""
+    """Return the memory of contiguous CPU tensors of any dtype, without copies or empty ones."""
     return [_memory(tensor) for tensor in tensors if _checked(tensor).numel()]
 
 

@@ -1,12 +1,12 @@
-"""Kinds of devices: what is asked of a device, and the calls that answer it on a kind.
+"""Device kinds: the calls of torch that are specific to CPU, CUDA, Metal and TPU.
 
-    kind   name     replicas that have one each    where it is
-    CPU    cpu:i    Gloo, or shared memory         everywhere; "cpu:0", "cpu:1" share the one CPU
+    kind   name     collectives between devices    module
+    CPU    cpu:i    Gloo, or shared memory         none; "cpu:0" and "cpu:1" share the one CPU
     GPU    cuda:i   NCCL                           torch.cuda
     Metal  mps:0    Gloo                           torch.mps
     TPU    tpu:i    tpu_dist                       torch_tpu; a process has one and keeps it
 
-Nobody else calls torch.cuda, torch.mps or torch.tpu (tests/wire/test_device_kinds.py).
+No other file calls torch.cuda, torch.mps or torch.tpu (tests/wire/test_device_kinds.py).
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from stratagem.errors import DeviceError
 
 
 class DeviceKind:
-    """A kind of device; this one is the CPU's, and what others do not say otherwise."""
+    """The interface of a device kind; the defaults are those of a device without own features."""
 
     name = "cpu"
-    #: torch's collective for replicas that have a device each
+    #: torch's backend for replicas with a device each
     backend = "gloo"
-    #: whether the device works on while Python goes on, so that its clock is its own
+    #: whether work is queued on the device while Python goes on
     queued = False
 
     def count(self) -> int:
-        """Return how many devices are here, without claiming one."""
+        """Return the number of devices of this host, without claiming one."""
         return 1
 
     def has(self, index: int) -> bool:
         return index < self.count()
 
     def place(self, index: int) -> torch.device:
-        """The torch device of a replica."""
+        """Return the torch device of this index."""
         return torch.device(self.name, index)
 
     def identity(self, device: torch.device, name: str) -> str:
-        """Return what is behind a name on this host."""
+        """Return a name of the physical device, unique on this host."""
         return name
 
     def prepare(self, here: int, hosts: int) -> None:
-        """Before any replica starts: of so many on this host, and on so many hosts."""
+        """Prepare this host before `here` replicas start on each of `hosts` hosts."""
 
     @contextmanager
     def seat(self, device: torch.device, rank: int, size: int) -> Iterator[torch.device]:
-        """Take the device for this process while it connects to others; which one it then has."""
+        """Claim the device while this process connects to its peers; yields the device it got."""
         self.use(device)
         yield device
 
@@ -61,11 +61,11 @@ class DeviceKind:
         """Make the device this thread's current one."""
 
     def memory(self, device: torch.device) -> float | None:
-        """Bytes of memory that the device has of its own."""
+        """Return the bytes of the device's own memory, if it has any."""
         return None
 
     def limit_memory(self, device: torch.device, fraction: Any) -> None:
-        """Keep to a part of its memory; `fraction` makes it of the whole."""
+        """Limit this process to a part of the memory; `fraction` maps the total to the part."""
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work of the device is done."""
@@ -78,18 +78,18 @@ class DeviceKind:
         """Set the state of the device's generator."""
 
     def mark(self) -> Any:
-        """An event of the device's own clock, from now."""
+        """Record an event on the device's own clock."""
 
     def pin(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Lock memory, so that the device copies at full speed; those that could be."""
+        """Pin memory, so that the device copies at full speed; returns the pinned tensors."""
         return []
 
     def unpin(self, tensors: Sequence[Tensor]) -> None:
-        """Unlock memory that `pin` has locked."""
+        """Unpin tensors that `pin` returned."""
 
 
 class CpuKind(DeviceKind):
-    """Replicas of a CPU share it, as many as one likes."""
+    """The CPU, which any number of replicas share."""
 
     def has(self, index: int) -> bool:
         return True
@@ -107,7 +107,7 @@ class CudaKind(DeviceKind):
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def identity(self, device: torch.device, name: str) -> str:
-        """Two tasks may both call different GPUs `cuda:0`."""
+        """Return the UUID, as `cuda:0` may be different GPUs in two tasks."""
         return str(torch.cuda.get_device_properties(device).uuid)
 
     def use(self, device: torch.device) -> None:
@@ -157,7 +157,7 @@ class MetalKind(DeviceKind):
         torch.mps.synchronize()
 
 
-#: what torch_tpu's workers must find, all the same
+#: variables that must be equal in all of torch_tpu's workers
 LAUNCH_VARIABLES = (
     "TORCH_TPU_SLICEBUILDER_ADDRESSES",
     "TORCH_TPU_TOPOLOGY",
@@ -167,8 +167,8 @@ _ABSENT = "pip install torch_tpu on a TPU VM (x86_64 Linux, torch 2.11 to 2.15)"
 
 
 class TpuKind(DeviceKind):
-    """Google's TPUs, by torch_tpu. The first use of one claims it for the process, by the launch
-    variables and the process's rank; counting them and `prepare` are no use."""
+    """Google's TPUs, by torch_tpu. Their first use claims one for the process, by the launch
+    variables and the process's rank; `count` and `prepare` claim none."""
 
     name, backend = "tpu", "tpu_dist"
 
@@ -176,8 +176,7 @@ class TpuKind(DeviceKind):
         return int(load_tpu().device_count())
 
     def prepare(self, here: int, hosts: int) -> None:
-        """Set the launch variables, which every replica must find alike. They are torch_tpu's own
-        affair: one that is set already stays as it is."""
+        """Have torch_tpu set the launch variables, unless all of them are set already."""
         if all(os.environ.get(name) for name in LAUNCH_VARIABLES):
             return
         try:
@@ -192,11 +191,11 @@ class TpuKind(DeviceKind):
 
     @contextmanager
     def seat(self, device: torch.device, rank: int, size: int) -> Iterator[torch.device]:
-        """With the variables of a launcher meanwhile: afterwards they would tell later strategies
-        of a cluster."""
-        told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": device.index or 0}
-        before = {key: os.environ.get(key) for key in told}
-        os.environ.update({key: str(value) for key, value in told.items()})
+        """Set a launcher's variables meanwhile; if they stayed, later strategies would detect a
+        cluster."""
+        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": device.index or 0}
+        before = {key: os.environ.get(key) for key in variables}
+        os.environ.update({key: str(value) for key, value in variables.items()})
         try:
             yield torch.device("tpu", int(load_tpu().current_device()))
         finally:
@@ -217,23 +216,23 @@ class TpuKind(DeviceKind):
         load_tpu().set_rng_state(state)
 
 
-#: the GPU of this process, if a replica of it has one
+#: the index of the GPU that this process's replica has, if any
 _in_use: list[int] = []
 
 
 def gpu_in_use() -> list[int]:
-    """The GPU that this process's replica has; of none where it has another device."""
+    """Return the index of this replica's GPU as a list, empty if it has another device."""
     return list(_in_use)
 
 
 def seed_gpu_in_use(number: int) -> None:
-    """Have the generator of this process's GPU begin there, if it has one."""
+    """Seed the generator of this replica's GPU, if it has one."""
     for index in _in_use:
         torch.cuda.default_generators[index].manual_seed(number)
 
 
 def load_tpu() -> Any:
-    """torch.tpu; raises where there can be none."""
+    """Return torch.tpu; DeviceError if torch_tpu or a TPU is missing."""
     try:
         importlib.import_module("torch_tpu")
     except ImportError as problem:
@@ -248,15 +247,15 @@ def load_tpu() -> Any:
     return found
 
 
-#: by name
+#: kinds by name
 KINDS: dict[str, DeviceKind] = {
     kind.name: kind for kind in (CudaKind(), MetalKind(), CpuKind(), TpuKind())
 }
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """The kind of a device, or of a name such as "cuda:0"."""
+    """Return the kind of a device, or of a name such as "cuda:0"."""
     name = device.partition(":")[0] if isinstance(device, str) else device.type
     if name == "tpu":
-        load_tpu()  # before that torch does not know the name
+        load_tpu()  # makes the name known to torch
     return KINDS.get(name) or DeviceKind()

@@ -1,7 +1,7 @@
-"""Who is late: waiting replicas write down how far they are; a replica that has not is late.
+"""Finds late replicas: those that wait publish their turn; a replica that has not is late.
 
-Gloo does not say whom a collective waits for. Only after some seconds of waiting, and only then,
-the replicas that wait leave a line in the store that they met at.
+Gloo does not say which rank a collective waits for. After some seconds, and not before, waiting
+replicas write the number of their operation to the group's store.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from stratagem.cluster.membership import Failure, Member, Membership
 
 log = logging.getLogger("stratagem")
 
-FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time for others to sign
+FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time for peers to publish
 
 
 def late_line(who: str, waited: float) -> str:
-    """Return a line about a replica that lives but has not come."""
+    """Return the log line about a replica that is alive but late."""
     return (
         f"waiting for {who}, {waited:.0f} s: it lives, but has not come to this step; slow data, a "
         "breakpoint, or a loop of another length there? `py-spy dump` shows where it is."
@@ -31,7 +31,7 @@ def say_late(who: str, waited: float) -> None:
 
 
 class Limit:
-    """How long one that lives may keep others waiting; then all are told, and raise."""
+    """How long a live replica may keep others waiting before all of them raise."""
 
     def __init__(self, membership: Membership, seconds: float) -> None:
         self._membership = membership
@@ -55,16 +55,16 @@ class Lateness:
         self._store, self._rank, self._names = store, rank, names
         self._limit = limit
         self._first = min(FIRST, limit.seconds / 2) if limit is not None else FIRST
-        self._signed = -1
+        self._published = -1
         self._next = FIRST
 
     def waiting(self, turn: int, waited: float) -> None:
-        """Called now and then by a replica that waits in operation number `turn`."""
+        """Check, from a replica that waits in operation number `turn`, and log who is late."""
         if waited < self._first:
             self._next = FIRST + SETTLE
             return
-        if self._signed != turn:
-            self._signed = turn
+        if self._published != turn:
+            self._published = turn
             self._store.set(f"waits-{self._rank}", str(turn))
         if self._limit is not None and waited >= self._limit.seconds:
             self._limit.give_up(", ".join(self._late(turn)) or "the network", waited)

@@ -1,9 +1,9 @@
-"""How long this process's links were busy: the kernel knows it of every TCP connection.
+"""How long this process's links were busy, from the kernel's counters of TCP connections.
 
-Gloo does not tell how long its transfers take, and all replicas wait alike for the slowest. But of
-each socket Linux counts the time in which sent bytes were not yet confirmed (`tcpi_busy_time`):
-much on a slow way out, little elsewhere. Sockets are looked at once a second, by their names: a
-duplicate that was kept would keep the connection open.
+Gloo does not report how long its transfers take, and all replicas wait alike for the slowest. But
+Linux counts for each socket the time in which sent bytes were unacknowledged (`tcpi_busy_time`):
+much on a slow link, little elsewhere. Sockets are found by name once a second, as keeping a
+duplicate would keep the connection open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BUSY = 168  # where Linux has the microseconds in its `struct tcp_info`
+_BUSY = 168  # offset of the microseconds in Linux's `struct tcp_info`
 _ESTABLISHED = 1
 
-#: by the kernel's names for Gloo's sockets: the seconds that each had been busy when looked at
+#: busy seconds of each Gloo socket when last read, by the kernel's name for it
 _known: dict[str, float] = {}
 
 
 def sockets() -> dict[str, int]:
-    """The sockets of this process: the name that the kernel gives each, and its descriptor."""
+    """Return the descriptors of this process's sockets, by the kernel's name for each."""
     found: dict[str, int] = {}
     for number in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -36,7 +36,7 @@ def sockets() -> dict[str, int]:
 
 
 def watched(make: Callable[[], T]) -> T:
-    """Call `make`, and watch the links that it opens from now on."""
+    """Call `make`, and watch the connections that it opens."""
     before = set(sockets())
     made = make()
     for name, fd in sockets().items():
@@ -61,7 +61,7 @@ def busy() -> float:
 
 
 def _busy(fd: int) -> float | None:
-    """Of a TCP connection; None for anything else, or where the kernel does not count."""
+    """Return a TCP connection's busy seconds; None if it is none, or Linux does not count them."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):

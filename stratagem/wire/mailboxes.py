@@ -1,7 +1,7 @@
-"""Messages between replicas of one machine: two boxes a sender in shared memory, used by turns.
+"""Byte messages between replicas of one machine: two boxes a sender in shared memory, in turn.
 
-One meeting a message is enough: whoever comes to the next meeting has read this box, and only the
-message after the next one is written there again.
+One meeting a message is enough: a replica that comes to the next meeting has read this box, which
+is only written again for the message after the next.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from stratagem.wire.segment import Segment
 
-#: one cache line of flags per replica, in 64-bit words: the first is the collective's, then come
-#: the sizes of the messages in both boxes, and the lengths of the handles in them
+#: one cache line of flags per replica, in 64-bit words: the collective's turn, the sizes of the
+#: messages in both boxes, and the lengths of the handles in them
 WORDS = 8
 _SIZE, _HANDLE = 1, 3
 _INLINE = 1 << 16  # bytes of a message that fit into a box; larger ones get their own segment
 
 
 class Mailboxes:
-    """The boxes of all replicas, behind the flags in the segment that all of them map."""
+    """The boxes of all replicas, behind the flags in the segment that all replicas map."""
 
     def __init__(self, rank: int, size: int, control: Segment, flags: memoryview) -> None:
         self._rank, self._flags = rank, flags
@@ -33,21 +33,21 @@ class Mailboxes:
         ]
         self._large: list[Segment | None] = [None, None]
         self._mapped: dict[tuple[int, int], Segment] = {}
-        #: the one that was used last
+        #: the box used last
         self.box = 0
 
     @staticmethod
     def size_for(replicas: int) -> int:
-        """The bytes that the boxes of so many replicas take."""
+        """Return the bytes that the boxes of this many replicas take."""
         return replicas * 2 * _INLINE
 
     def next_box(self) -> int:
-        """Take turns between the two boxes, on every replica alike."""
+        """Switch to the other box, on every replica alike."""
         self.box ^= 1
         return self.box
 
     def post(self, data: Tensor, box: int) -> None:
-        """Put a message into a box, or, if it is larger, into a segment that grows as needed."""
+        """Write a message into a box, or a large one into a segment that grows as needed."""
         size = data.numel()
         self._flags[self._rank * WORDS + _SIZE + box] = size
         if size <= _INLINE:
@@ -60,7 +60,7 @@ class Mailboxes:
         self.write_handle(segment.handle, box)
 
     def fetch(self, rank: int, box: int) -> Tensor:
-        """A view of the message, which its sender overwrites when it has met everybody twice."""
+        """Return a view of the message; its sender overwrites it after two more meetings."""
         size = self._flags[rank * WORDS + _SIZE + box]
         if size <= _INLINE:
             return self._boxes[rank][box][:size]
@@ -71,7 +71,7 @@ class Mailboxes:
         return known.tensor(torch.uint8, (size,))
 
     def write_handle(self, text: str, box: int) -> None:
-        """Put the handle of a segment into a box."""
+        """Write the handle of a segment into a box."""
         raw = text.encode()
         self._flags[self._rank * WORDS + _HANDLE + box] = len(raw)
         self._boxes[self._rank][box][: len(raw)].copy_(
@@ -83,6 +83,6 @@ class Mailboxes:
         return self._boxes[rank][box][:length].numpy().tobytes().decode()
 
     def forget(self) -> None:
-        """Give back the memory of large messages, which all replicas have read."""
+        """Free the memory of large messages, which all replicas have read."""
         self._large = [None, None]
         self._mapped.clear()

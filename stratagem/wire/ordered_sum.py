@@ -1,16 +1,16 @@
-"""One sum in shared memory, to which the replicas of a machine add in the order of their ranks.
+"""A sum in shared memory to which the replicas of a machine add in rank order.
 
-An all-reduce needs every replica's gradients at once, a row of a table each. Here there is one row
-for all, and a gradient is added to it as soon as backward has made it, then forgotten:
+An all-reduce needs every replica's gradients at once, in a row of a table each. Here all replicas
+share one row: a gradient is added to it as soon as backward has made it, then freed:
 
     replica 0   copies c0   copies c1   copies c2
     replica 1               adds c0     adds c1     adds c2
     replica 2                           adds c0     adds c1     adds c2
 
-Each replica notes which chunks it has added to in this pass, and whether it is through; it adds to
-a chunk when those before it have, or are through. So each chunk is summed in one order, and the
-same numbers give the same bits. Who is early keeps its gradients, up to `WINDOW` bytes, and goes
-on; only then does it wait.
+Each replica publishes the chunks that it has added to in this pass, and whether it has finished the
+pass; it adds to a chunk when the ranks before it have added or finished. So each chunk is summed in
+one order, and the same numbers give the same bits. A replica that is early keeps its gradients, up
+to `WINDOW` bytes, and goes on; only then does it wait.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch import Tensor
 from stratagem.figures.meter import METER
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
-#: elements that are added at a time, so that the next replica can begin
+#: elements added at a time, so that the next replica can begin
 CHUNK = 1 << 18
-#: bytes of gradients that a replica keeps while it is not its turn
+#: bytes of gradients that a replica keeps until its turn
 WINDOW = 8 << 20
-#: seconds to wait in mid-backward. It may be this replica that the others wait for, in a
-#: synchronised layer; then gradients are kept instead.
+#: seconds to wait in the middle of backward; then gradients are kept beyond the window, as peers
+#: may be waiting for this replica in a synchronised layer
 _PATIENCE = 1.0
 
-_Piece = tuple[int, Tensor]  # a chunk, and what is added to it
+_Piece = tuple[int, Tensor]  # a chunk, and the numbers to add to it
 
 
 class OrderedSum:
-    """The sum of some flat float32 parts, one set for all replicas. Made collectively."""
+    """The sum of flat float32 parts, shared by all replicas. Created collectively."""
 
     def __init__(
         self, sizes: Sequence[int], collective: SharedMemoryCollective, window: int = WINDOW
@@ -46,16 +46,16 @@ class OrderedSum:
         parts = torch.split(self.flat, list(sizes))
         #: by part, its chunks
         self._chunks: list[range] = []
-        self._homes: list[Tensor] = []
+        self._sums: list[Tensor] = []
         for part in parts:
-            homes = torch.split(part, CHUNK) if len(part) else ()
-            self._chunks.append(range(len(self._homes), len(self._homes) + len(homes)))
-            self._homes += homes
-        count = len(self._homes)
-        #: by rank: the last pass in which it added to each chunk, and behind them its last pass
+            sums = torch.split(part, CHUNK) if len(part) else ()
+            self._chunks.append(range(len(self._sums), len(self._sums) + len(sums)))
+            self._sums += sums
+        count = len(self._sums)
+        #: by rank: the last pass in which it added to each chunk, then the last one it finished
         self._passes = collective.table(count + 1, torch.int64).words()
         self._through = count
-        #: by chunk: the step of which it holds a sum
+        #: by chunk: the step whose sum it holds
         self._steps = collective.table(count + 1, torch.int64, rows=1).words()[0]
         self._step, self._pass = 0, 1
         self._waits = True
@@ -66,15 +66,15 @@ class OrderedSum:
         self.most_kept = 0
 
     def begin_step(self) -> None:
-        """Begin another sum; no replica reads the last one any more."""
+        """Begin another sum; no replica may read the last one any more."""
         self._step += 1
 
     def has(self, part: int) -> bool:
-        """Whether this replica has added to the part in the pass under way."""
+        """Whether this replica has added to the part in the current pass."""
         return part in self._added
 
     def add(self, part: int, values: Tensor) -> None:
-        """Add to a part, once a pass; the values are this sum's from now on."""
+        """Add to a part, once a pass; the sum owns the values from now on."""
         if not self._added:
             self._await_last_pass()
         self._added.add(part)
@@ -86,7 +86,7 @@ class OrderedSum:
             self._waits = self._wait_for_room()
 
     def end_pass(self) -> None:
-        """Wait until everything that was added is in. Every replica calls it."""
+        """Wait until all kept gradients are added. Every replica calls it."""
         self._drain()
         for chunk, values in self._kept:
             self._await(chunk)
@@ -115,7 +115,7 @@ class OrderedSum:
         self.most_kept = max(self.most_kept, size)
 
     def _wait_for_room(self) -> bool:
-        """Wait until no more than the window is kept; False: that took too long."""
+        """Wait until the kept gradients fit the window; False if that took too long."""
         while self._kept_bytes > self.window:
             if not self._await(self._kept[0][0], _PATIENCE):
                 return False
@@ -123,7 +123,7 @@ class OrderedSum:
         return True
 
     def _missing(self, chunk: int) -> int | None:
-        """Whom of those before it a chunk waits for. Who has added to it has waited, too."""
+        """Return the rank that a chunk waits for: the last one before that has not added."""
         for rank in range(self.collective.rank - 1, -1, -1):
             passes = self._passes[rank]
             if passes[chunk] == self._pass:
@@ -141,24 +141,24 @@ class OrderedSum:
         return True
 
     def _await_last_pass(self) -> None:
-        """Nobody adds while others still add in the pass before."""
+        """Wait until every replica has finished the pass before."""
         for rank, passes in enumerate(self._passes):
             ready = partial(_either, passes, self._through, self._through, self._pass - 1)
             if not ready():
                 self.collective.wait_for(rank, ready)
 
     def _give(self, chunk: int, values: Tensor) -> None:
-        """Add to a chunk whose turn it is, and note that."""
+        """Add to a chunk in this replica's turn, and publish that."""
         self.collective.order_writes()
         if self._steps[chunk] == self._step:
-            self._homes[chunk].add_(values)
+            self._sums[chunk].add_(values)
         else:
-            self._homes[chunk].copy_(values)
+            self._sums[chunk].copy_(values)
             self._steps[chunk] = self._step
         self.collective.order_writes()
         self._passes[self.collective.rank][chunk] = self._pass
 
 
 def _either(passes: memoryview, chunk: int, through: int, wanted: int) -> bool:
-    """Whether a replica has added to a chunk in that pass, or is through with it."""
+    """Whether a replica has added to a chunk in that pass, or has finished the pass."""
     return bool(passes[chunk] == wanted or passes[through] >= wanted)

@@ -1,13 +1,12 @@
-"""Single messages of Gloo: exchanges, and a sum of sixteen-bit tensors that is rounded once.
+"""Gloo's point-to-point messages: exchanges, and an all-reduce of 16-bit tensors in fp32.
 
-    1. every member sends every other one its piece of that one's chunk    N-1 pieces out, N-1 in
-    2. each adds up its chunk in fp32, and rounds it
-    3. and sends it to all others                                          N-1 pieces out, N-1 in
+    1. every member sends every peer its piece of the peer's chunk    N-1 pieces out, N-1 in
+    2. each sums its chunk in fp32, and rounds once
+    3. and sends the sum to all peers                                 N-1 pieces out, N-1 in
 
-Gloo's own all-to-all offers to send before it offers to receive. On a connection the offer to
-receive then waits behind what is being sent, so whoever comes late sends first, and receives when
-that is over: half of the link's time is lost. Here all is offered to be received before anything
-is sent.
+Gloo's own all-to-all posts sends before receives. On a connection the request to receive then waits
+behind the data being sent, so a late member sends first and receives afterwards: half of the link's
+time is lost. Here all receives are posted before any send.
 """
 
 from __future__ import annotations
@@ -17,14 +16,15 @@ from datetime import timedelta
 from threading import Event, Thread
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from stratagem.wire.collective import add_up
 
 
 class BackgroundWork:
-    """Work in a thread of its own, with the verbs of Gloo's.
+    """Runs a function on a thread, with the interface of Gloo's work.
 
-    A send or receive of Gloo can be waited for only once: to stop waiting ends the whole group.
+    A send or receive of Gloo can be waited for only once: a wait that times out ends the group.
     """
 
     def __init__(self, run: Callable[..., None], *args: Any) -> None:
@@ -41,7 +41,7 @@ class BackgroundWork:
             run(*args)
         except BaseException as error:
             self._error = error
-        # Nothing may be left to free here: the interpreter may end as soon as it is done.
+        # Free everything first: the interpreter may end as soon as `_done` is set.
         del run, args
         self._work = None
         self._done.set()
@@ -50,7 +50,7 @@ class BackgroundWork:
         return self._done.is_set()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """RuntimeError if it takes longer, as Gloo's work does; whatever went wrong otherwise."""
+        """Wait; RuntimeError after `limit`, as from Gloo, or the error of the function."""
         if not self._done.wait(None if limit is None else limit.total_seconds()):
             raise RuntimeError("it is not done yet")
         if self._error is not None:
@@ -58,37 +58,37 @@ class BackgroundWork:
 
 
 def sum_half(group: Any, rank: int, flat: Tensor, tag: int) -> None:
-    """Add up over a group of Gloo, in place; `tag` and the next number must be free."""
+    """All-reduce in place over a Gloo group; uses the tags `tag` and `tag + 1`."""
     size = group.size()
     chunk = -(-flat.numel() // size)
     pieces = [flat[i * chunk : (i + 1) * chunk] for i in range(size)]
     mine = pieces[rank]
     parts = mine.new_empty(size, mine.numel())
-    # Whoever comes next first, so that not all send to the same one.
-    others = [(rank + i) % size for i in range(1, size)]
-    full = [other for other in others if pieces[other].numel()]
-    arrive = [group.recv([parts[other]], other, tag) for other in others if mine.numel()]
-    # A chunk comes back only after all of its pieces have arrived: nothing is overwritten unsent.
-    back = [group.recv([pieces[other]], other, tag + 1) for other in full]
-    sent = [group.send([pieces[other]], other, tag) for other in full]
+    # From the next rank on, so that not all send to the same peer.
+    peers = [(rank + i) % size for i in range(1, size)]
+    full = [peer for peer in peers if pieces[peer].numel()]
+    arrive = [group.recv([parts[peer]], peer, tag) for peer in peers if mine.numel()]
+    # A chunk's sum comes only after all its pieces have arrived: nothing unsent is overwritten.
+    back = [group.recv([pieces[peer]], peer, tag + 1) for peer in full]
+    sent = [group.send([pieces[peer]], peer, tag) for peer in full]
     parts[rank].copy_(mine)
     for work in arrive:
         work.wait()
     if mine.numel():
-        mine.copy_(torch.sum(parts, 0, dtype=torch.float32))
-        sent += [group.send([mine], other, tag + 1) for other in others]
+        mine.copy_(add_up(parts))
+        sent += [group.send([mine], peer, tag + 1) for peer in peers]
     for work in (*back, *sent):
         work.wait()
 
 
-def pass_on(
+def exchange(
     group: Any,
     sends: Sequence[tuple[int, Tensor]],
     receives: Sequence[tuple[int, Tensor]],
     tag: int,
 ) -> None:
-    """Send tensors to members of a group of Gloo, and fill tensors from members."""
-    works = [group.recv([into], other, tag) for other, into in receives]
-    works += [group.send([data], other, tag) for other, data in sends]
+    """Send tensors to members of a Gloo group, and receive tensors from members."""
+    works = [group.recv([into], peer, tag) for peer, into in receives]
+    works += [group.send([data], peer, tag) for peer, data in sends]
     for work in works:
         work.wait()

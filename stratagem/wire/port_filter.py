@@ -1,8 +1,8 @@
 """Shut the port of a Gloo group once all its members are connected.
 
-Gloo listens as long as the group lives, accepts whoever connects, and never closes such a
-connection: an outsider could use up the process' descriptors. Nobody is to come after the start,
-so the kernel is told to drop what arrives at that port. The socket itself is Gloo's and stays.
+Gloo listens as long as the group lives, accepts any connection, and never closes it: an outsider
+could use up the process' descriptors. No member connects after the start, so a packet filter drops
+what arrives at that port. The socket itself is Gloo's and stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _SO_ATTACH_FILTER = 26
 _one_at_a_time = threading.Lock()
-_told = threading.Event()
+_warned = threading.Event()
 
 log = logging.getLogger("stratagem")
 
@@ -45,7 +45,7 @@ _DROP = _Instruction(0x06, 0, 0, 0)  # return 0: keep no byte of the packet
 
 
 def listening(make: Callable[[], T]) -> tuple[T, list[socket.socket]]:
-    """Return what `make` returns, and duplicates of the sockets that listen since."""
+    """Return the result of `make`, and duplicates of the sockets that it left listening."""
     with _one_at_a_time:
         before = set(sockets())
         made = make()
@@ -54,9 +54,9 @@ def listening(make: Callable[[], T]) -> tuple[T, list[socket.socket]]:
 
 
 def shut(sockets: list[socket.socket], published: bytes) -> None:
-    """Have those accept nobody any more whose address Gloo has published; close all duplicates.
+    """Shut the sockets whose address Gloo has published; close all duplicates.
 
-    The others are servers that another thread has opened meanwhile.
+    Any other socket is a server that another thread has opened meanwhile.
     """
     program = _Program(1, ctypes.pointer(_DROP))
     with contextlib.ExitStack() as held:
@@ -73,9 +73,9 @@ def shut(sockets: list[socket.socket], published: bytes) -> None:
 
 
 def _tell_open(port: str, why: str) -> None:
-    """Warn once of a process: the ports of its other groups are no different."""
-    if not _told.is_set():
-        _told.set()
+    """Warn once in a process: the ports of its other groups are no different."""
+    if not _warned.is_set():
+        _warned.set()
         log.warning(
             "%s of Gloo stays open to anyone as long as the group lives (%s): let only the job's "
             "own machines reach this one (docs/security.md)",
@@ -85,7 +85,7 @@ def _tell_open(port: str, why: str) -> None:
 
 
 def _address(sock: socket.socket) -> bytes:
-    """Where a socket listens, as the system's sockaddr begins."""
+    """Return the start of the sockaddr that a socket listens at."""
     host, port, *_ = sock.getsockname()
     flow = b"" if sock.family == socket.AF_INET else bytes(4)
     start = struct.pack("=H", sock.family) + struct.pack(">H", port)
@@ -93,7 +93,7 @@ def _address(sock: socket.socket) -> bytes:
 
 
 def _listener(fd: int) -> list[socket.socket]:
-    """A duplicate of the socket, if it listens on a port."""
+    """Return a duplicate of the socket, if it listens on a port."""
     try:
         sock = socket.socket(fileno=os.dup(fd))
     except OSError:

@@ -1,8 +1,8 @@
-"""Anonymous shared memory: no name in any file system, so nothing is left behind by a crash.
+"""Anonymous shared memory, without a file system name that a crash would leave behind.
 
 On Linux a segment is a memfd; another process of the same user maps it through the creator's
 /proc entry, so a handle is a short string that fits into any message. Elsewhere it is a temporary
-file whose name disappears when the creator lets go of it.
+file whose name disappears when the creator frees it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IS_OURS = re.compile(
 
 
 def aligned(size: int) -> int:
-    """Round up to a cache line."""
+    """Round a size up to whole cache lines."""
     return -(-size // _ALIGN) * _ALIGN
 
 
@@ -52,9 +52,9 @@ class Segment:
 
     @classmethod
     def attach(cls, handle: str) -> Segment:
-        """Map the segment that another process of this machine made; and nothing else.
+        """Map a segment that another process of this machine made.
 
-        A handle may come over the network: it must not open whatever file it names.
+        A handle may come over the network, so it must not open any other file.
         """
         path, _, size = handle.rpartition(":")
         if not _IS_OURS.fullmatch(path) or not size.isdecimal():
@@ -79,7 +79,7 @@ class Segment:
         return self
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> torch.Tensor:
-        """A tensor that lives in the segment; it keeps the mapping alive."""
+        """Return a tensor in the segment; the tensor keeps the mapping alive."""
         count = math.prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -87,8 +87,8 @@ class Segment:
         return flat.view(tuple(shape))
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Unmap the whole pages of a tensor that lives here: they stay in the shared memory, and
-        count as this process's own again when it next touches them."""
+        """Unmap the whole pages of a tensor of this segment, so that they no longer count as this
+        process's memory until it touches them again; the shared memory keeps their content."""
         if not _LINUX or tensor.numel() == 0:
             return
         base = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
@@ -99,16 +99,16 @@ class Segment:
             self.memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def unmap(self) -> None:
-        """Only others map it from now on; no tensor of it may be left here."""
+        """Unmap the segment here; no tensor of it may be left in this process."""
         self.memory.close()
 
     def words(self, count: int, offset: int = 0) -> memoryview:
-        """A view as 64-bit integers, for flags that Python itself reads and writes."""
+        """Return a view as 64-bit integers, for flags that Python reads and writes."""
         return memoryview(self.memory)[offset : offset + 8 * count].cast("q")
 
 
 def _is_segment(fd: int, size: int) -> bool:
-    """Whether the open file is what a Segment makes, of that size."""
+    """Whether the open file is a segment of that size."""
     if _LINUX and os.readlink(f"/proc/self/fd/{fd}") != f"/memfd:{_NAME} (deleted)":
         return False
     found = os.fstat(fd)
@@ -121,7 +121,7 @@ def _unlink(path: str) -> None:
 
 
 def host_identity() -> str:
-    """Equal for two processes that can map each other's segments, as far as can be told."""
+    """Return an identity that is equal for processes that can map each other's segments."""
     if not _LINUX:
         return os.uname().nodename
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -1,14 +1,14 @@
-"""Large answers over one line, one after the other.
+"""Sends large answers over one network link one after the other.
 
-Streams that leave at once share the line, and all of them arrive when the last one does. One after
-the other each has the whole line; the last arrives no later, and those before it have begun to
-compute, and to send in the other direction, which lay idle before.
+Streams that are sent at once share the link, and all arrive when the last one does. One after the
+other, each has the whole link: the last arrives no later, and the workers before it already compute
+and send in the other direction, which would lie idle otherwise.
 
     at once     a......  b......  c......      a b c compute, then all push at once
     in turn     a..b..c..                      a pushes while c still fetches
 
-Who does not read, or reads slowly, is overtaken. On one machine, and where it is processors that
-hold streams up and not the line, nobody waits for anybody.
+A peer that does not read, or reads slowly, is overtaken. There are no turns on one machine, nor
+where processors and not the link limit the streams.
 """
 
 from __future__ import annotations
@@ -22,66 +22,66 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LARGE = 1 << 18  # bytes; less than that is gone before another would have had its turn
-STILL = 0.25  # seconds after which it is seen how much has arrived
-_LONG = 0.02  # seconds of a turn that says how fast the line is
-_SLOW = 0.5  # of what the line has carried for others: whoever reads more slowly is overtaken
-_UNSENT = 1 << 17  # bytes that the kernel takes before it can send them: what it has is no turn's
-_BUSY = 0.6  # of a turn spent by this processor: the line would carry more than one stream
-_SURE = 4  # such turns in a row after which there are no more
-_TELLING = 1 << 22  # bytes of a turn that says something of that: a small one goes into buffers
-#: where Linux says how many bytes the peer has acknowledged
+LARGE = 1 << 18  # bytes; smaller messages take no turn
+STILL = 0.25  # seconds between two checks of how much has arrived
+_LONG = 0.02  # seconds of a turn that is long enough to measure the link's rate
+_SLOW = 0.5  # of the link's best rate: a slower peer is overtaken
+_UNSENT = 1 << 17  # bytes that the kernel may buffer unsent
+_BUSY = 0.6  # of a turn spent computing: the processor is the limit, not the link
+_SURE = 4  # such turns in a row after which turns are given up
+_CONCLUSIVE = 1 << 22  # bytes of a turn that shows the limit: a smaller one fits into buffers
+#: the bytes that the peer has acknowledged, in Linux's tcp_info
 _ACKNOWLEDGED = struct.Struct("@Q")
 _AT = 120
 
 
 class TurnRule:
-    """Who waits for a turn and who may begin: of real servers, and of simulated ones."""
+    """Decides who waits for a turn and who may begin, for real and simulated servers."""
 
     def __init__(self, at_once: float = 1) -> None:
-        #: how many may send at a time
+        #: how many streams may send at a time
         self.at_once = at_once
         self._in_vain = 0
 
     def waits(self, size: float) -> bool:
-        """Whether so many bytes are for a turn at all."""
+        """Whether a message of this size takes a turn."""
         return size >= LARGE and self._in_vain < _SURE
 
     def may_begin(self, sending: int) -> bool:
-        """Whether another may, besides those who send and are not overtaken."""
+        """Whether another stream may begin besides `sending` that are not overtaken."""
         return sending < self.at_once
 
     def note(self, size: float, took: float, worked: float) -> None:
-        """A turn took so many seconds, of which a processor has worked so many."""
-        in_vain = size >= _TELLING and worked > _BUSY * took
+        """Record that a turn took `took` seconds, `worked` of them computing."""
+        in_vain = size >= _CONCLUSIVE and worked > _BUSY * took
         self._in_vain = self._in_vain + 1 if in_vain else 0
 
 
 def is_overtaken(arrived: float, seconds: float, least: float = 0.0) -> bool:
-    """Whether nobody waits any longer for one of whose bytes so many arrived in so many seconds.
+    """Whether a stream of which `arrived` bytes arrived in `seconds` is overtaken.
 
-    least   bytes a second that are enough, if it is more than none at all
+    least   the bytes a second below which it is
     """
     return seconds >= STILL and arrived <= least * seconds
 
 
 class SendQueue(TurnRule):
-    """Of all who send over one line."""
+    """The queue of all streams over one link."""
 
     def __init__(self) -> None:
         super().__init__()
         self._changed = threading.Condition()
         self._queue: deque[_Turn] = deque()
         self._sending: list[_Turn] = []
-        #: bytes a second of the quickest of late
+        #: the best recent rate, in bytes a second
         self._best = 0.0
-        #: those who were overtaken; nobody waits for them any more
+        #: connections that were overtaken, for which no stream waits
         self._slow: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     @contextmanager
     def turn(self, sock: socket.socket, size: int) -> Iterator[None]:
-        """Wait for a turn to send so many bytes, and have it until they are sent."""
-        if not self.waits(size) or not _shares_a_line(sock):
+        """Wait for a turn to send `size` bytes, and hold it until they are sent."""
+        if not self.waits(size) or not _uses_link(sock):
             yield
             return
         turn = _Turn(sock)
@@ -101,8 +101,8 @@ class SendQueue(TurnRule):
                 self._queue[0] is not turn or not self.may_begin(self._busy())
             ):
                 self._changed.wait(self._until_next_look())
-                if not _shares_a_line(turn.sock):
-                    break  # it was closed: whoever sends will find that
+                if not _uses_link(turn.sock):
+                    break  # it was closed, and sending will fail
             self._queue.remove(turn)
             turn.begin()
             self._sending.append(turn)
@@ -125,7 +125,7 @@ class SendQueue(TurnRule):
         return sum(turn.moves(least) for turn in self._sending)
 
     def _least(self) -> float:
-        """Bytes a second under which one is overtaken; all who send share the line."""
+        """Return the rate below which a stream is overtaken; all that send share the link."""
         return _SLOW * self._best / max(self.at_once, len(self._sending))
 
     def _until_next_look(self) -> float:
@@ -135,6 +135,8 @@ class SendQueue(TurnRule):
 
 
 class _Turn:
+    """One stream's turn, and how much of it has arrived."""
+
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.overtaken = False
@@ -147,11 +149,11 @@ class _Turn:
 
     @property
     def arrived(self) -> int:
-        """Bytes that have arrived since it began."""
+        """Bytes that have arrived since the turn began."""
         return max(0, _arrived(self.sock) - self._first)
 
     def moves(self, least: float) -> bool:
-        """Whether as many bytes a second arrive as on others' turns, and not none at all."""
+        """Whether bytes arrive fast enough, at more than `least` a second."""
         now = time.monotonic()
         seconds = now - self.since
         if not self.overtaken and seconds >= STILL:
@@ -161,24 +163,24 @@ class _Turn:
         return not self.overtaken
 
 
-def _shares_a_line(sock: socket.socket) -> bool:
-    """Whether it leads to another machine, and it can be seen how much has arrived there."""
+def _uses_link(sock: socket.socket) -> bool:
+    """Whether a socket leads to another machine, and Linux counts the acknowledged bytes."""
     if sock.family == getattr(socket, "AF_UNIX", None) or not hasattr(socket, "TCP_NOTSENT_LOWAT"):
         return False
     try:
         return bool(sock.getpeername()[0] != sock.getsockname()[0] and _arrived(sock) >= 0)
     except OSError:
-        return False  # it is closed, which whoever sends will find
+        return False  # it is closed, and sending will fail
 
 
 def _arrived(sock: socket.socket) -> int:
-    """Bytes that the peer has acknowledged; -1 where that is not known."""
+    """Return the bytes that the peer has acknowledged; -1 if unknown."""
     if not hasattr(socket, "TCP_INFO"):
         return -1
     try:
-        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _ACKNOWLEDGED.size)
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _ACKNOWLEDGED.size)
     except OSError:
         return -1
-    if len(told) < _AT + _ACKNOWLEDGED.size:
+    if len(info) < _AT + _ACKNOWLEDGED.size:
         return -1
-    return int(_ACKNOWLEDGED.unpack_from(told, _AT)[0])
+    return int(_ACKNOWLEDGED.unpack_from(info, _AT)[0])

@@ -1,11 +1,11 @@
-"""A collective as one of torch's process groups, for torch's fully_shard.
+"""A collective as a torch process group, for torch's fully_shard.
 
-fully_shard asks for two things: everybody's parts of some parameters, and one's part of the sum of
-everybody's gradients. Both go over the replicas' own connections, so a wait there names the replica
-behind it, as everywhere. Gloo's own reduce-scatter is an all-reduce for each member; here every
-member sends each part to its owner, who adds them up.
+fully_shard needs two operations: an all-gather of parameters and a reduce-scatter of gradients.
+Both use the replicas' own connections, so a wait names the replica behind it, as everywhere. Gloo's
+own reduce-scatter is an all-reduce for each member; here every member sends each part to its owner,
+which sums.
 
-torch's global process group is this one while a model is divided, and nobody's otherwise.
+While a model is divided, torch's global process group is this one; at other times there is none.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class ShardWork(_Work):  # type: ignore[misc]
 
 
 class ShardGroup(_Base):  # type: ignore[misc]
-    """The operations that fully_shard asks of a process group."""
+    """The process group operations that fully_shard uses."""
 
     def __init__(self, collective: TorchCollective) -> None:
         super().__init__(collective.rank, collective.size)
         self._collective = collective
         self._group_name = ""
-        #: how often sizes could have been compared
+        #: number of reduce-scatters so far
         self._asked = 0
 
     @property
@@ -88,8 +88,8 @@ class ShardGroup(_Base):  # type: ignore[misc]
         return ShardWork(self._collective, Pending(finish))
 
     def _compare(self, size: int) -> None:
-        """Refuse gradients of other parameters than the other replicas have: Gloo ends the process
-        then. On GPUs, where asking means waiting, only in the first steps."""
+        """Raise if replicas have gradients of different parameters, with which Gloo would end the
+        process. On GPUs, where comparing blocks, only in the first steps."""
         self._asked += 1
         if self._collective.backend == "nccl" and self._asked > _FIRST:
             return
@@ -101,7 +101,7 @@ class ShardGroup(_Base):  # type: ignore[misc]
                 "MirroredStrategy."
             )
 
-    # as torch calls them from 2.13 on
+    # their names since torch 2.13
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
 
@@ -110,7 +110,7 @@ def _number(value: int) -> Tensor:
     return torch.tensor([value])
 
 
-#: the group that torch is about to make
+#: the group that torch's init_process_group takes
 _making: list[ShardGroup] = []
 
 
@@ -120,7 +120,7 @@ def _make(*_: Any) -> ShardGroup:
 
 @contextmanager
 def shard_mesh(collective: TorchCollective, device_type: str) -> Iterator[DeviceMesh]:
-    """Hold the replicas as a mesh of one axis, on which modules can be divided."""
+    """A device mesh of the replicas, of one axis, over which modules can be divided."""
     if dist.is_initialized():
         raise UsageError(
             "torch.distributed has been initialised in this process, and ShardedStrategy needs its "
@@ -129,7 +129,7 @@ def shard_mesh(collective: TorchCollective, device_type: str) -> Iterator[Device
     if not hasattr(dist.Backend, _NAME.upper()):
         dist.Backend.register_backend(_NAME, _make, devices=["cpu", "cuda"])
     _making.append(ShardGroup(collective))
-    hook = sys.excepthook  # torch puts its own there
+    hook = sys.excepthook  # torch replaces it
     size, rank = collective.size, collective.rank
     dist.init_process_group(_NAME, store=_Store(), rank=rank, world_size=size)
     sys.excepthook = hook

@@ -1,7 +1,7 @@
 """Collectives of CPU replicas on one machine, through shared memory.
 
 All-reduce in place with two barriers and no copy: every replica's buffer is a row of one shared
-table; replica r alone reads column slice r of all rows, adds them up, and writes the sum back into
+table; replica r alone reads column slice r of all rows, sums them, and writes the sum back into
 slice r of all rows.
 
             slice 0   slice 1   slice 2
@@ -26,18 +26,17 @@ from torch import Tensor
 
 from stratagem.errors import ReplicaError, UsageError
 from stratagem.figures.meter import METER
-from stratagem.wire.collective import Collective, Pending
+from stratagem.wire.collective import HALF, Collective, Pending
 from stratagem.wire.collective_log import TURN, LoggedCollective
 from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment, aligned
 from stratagem.wire.tree import encode
 
-#: what replicas may meet for; the place in this list rides on every arrival
+#: the kinds of meetings; each arrival carries the index of its kind
 _MEETINGS = ("barrier", "reduction", "gather", "broadcast", "table", "gradient", "update")
 _SPIN, _DOZE = 200e-6, 20e-6  # seconds
-_LONGEST, _LOOK = 1e-3, 5e-3  # seconds: of one doze, and between two looks after a peer
+_LONGEST, _LOOK = 1e-3, 5e-3  # seconds: the longest sleep, and between two checks of a peer
 Watch = Callable[[int, float], None]
-_HALF = (torch.float16, torch.bfloat16)
 _TOTAL_STORE_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -49,19 +48,19 @@ class SharedTable:
         self.segment = segment
         self.count = count
         self.rows = [segment.tensor(dtype, (count,), offset=r * stride) for r in range(rows)]
-        #: the same rows as one two-dimensional tensor
+        #: the rows as one two-dimensional tensor
         width = stride // dtype.itemsize
         self.grid = segment.tensor(dtype, (rows, width))[:, :count]
-        #: of every row, the slice that this replica adds up, once it has done so
+        #: the slice of every row that this replica sums, once cut
         self.parts: list[Tensor] | None = None
 
     def words(self) -> list[memoryview]:
-        """The same rows as Python itself reads and writes them; for 64-bit integers."""
+        """Return the rows as memoryviews for Python; for 64-bit integers."""
         row = SharedTable.size(1, self.count, torch.int64)
         return [self.segment.words(self.count, r * row) for r in range(len(self.rows))]
 
     def parts_at(self, start: int, size: int) -> list[Tensor]:
-        """The same slice of every row."""
+        """Return the same slice of every row."""
         return [row[start : start + size] for row in self.rows]
 
     @staticmethod
@@ -70,19 +69,19 @@ class SharedTable:
 
 
 def slices(count: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous, nearly equal, cache-line aligned slices of `count` elements."""
+    """Return contiguous, nearly equal, cache-line aligned slices of `count` elements."""
     step = -(-count // parts)
     step = -(-step // 16) * 16
     return [(min(i * step, count), min((i + 1) * step, count)) for i in range(parts)]
 
 
 class SharedMemoryCollective(LoggedCollective):
-    """Replicas of one machine, with their names by rank.
+    """The collective of CPU replicas of one machine; `names` are by rank.
 
-    `watch(rank, seconds)` is called while waiting for one of them.
+    `watch(rank, seconds)` is called while waiting for a replica, and may raise.
     """
 
-    overlaps = False  # the cores that would add are the cores that compute
+    overlaps = False  # summing would take cores from computing
     shares_memory = True
 
     def __init__(
@@ -115,7 +114,7 @@ class SharedMemoryCollective(LoggedCollective):
         self._note("barrier")
 
     def meet(self, what: str) -> None:
-        """Wait for all replicas, and check that all came for the same operation."""
+        """Wait for all replicas, and check that all are at the same operation."""
         self._turn += TURN
         turn, flags = self._turn, self._flags
         mark = turn + _MEETINGS.index(what)
@@ -125,7 +124,7 @@ class SharedMemoryCollective(LoggedCollective):
             if flags[other * WORDS] < turn:
                 self._await(other, turn)
             found = flags[other * WORDS]
-            if found != mark and found < turn + TURN:  # one further on has checked for itself
+            if found != mark and found < turn + TURN:  # or in a later meeting
                 raise UsageError(
                     f"{self.names[self.rank]} is at a {what} where {self.names[other]} is at a "
                     f"{_MEETINGS[found - turn]}: they run different code, or loops with another "
@@ -138,10 +137,10 @@ class SharedMemoryCollective(LoggedCollective):
         self.wait_for(rank, lambda: flags[slot] >= turn)
 
     def wait_for(self, rank: int, ready: Callable[[], bool], limit: float = math.inf) -> bool:
-        """Wait for something that a replica does; returns whether it has within `limit` seconds.
+        """Wait until `ready`, which depends on a replica; False after `limit` seconds.
 
-        Spin briefly, then doze: spinning would slow down whoever shares the core, and that may be
-        the very replica that everybody waits for. Who has waited long dozes longer."""
+        Spins briefly, then sleeps, for longer and longer: spinning would slow down other processes
+        on the core, and the replica that is waited for may be one of them."""
         for _ in range(64):
             if ready():
                 return True
@@ -159,13 +158,13 @@ class SharedMemoryCollective(LoggedCollective):
                     time.sleep(min(max(_DOZE, waited / 64), _LONGEST))
                 if waited >= look_after:
                     look_after = waited + _LOOK
-                    self._look_up(rank, ready, waited)
+                    self._check(rank, ready, waited)
             return True
         finally:
             METER.end_wait(started)
 
-    def _look_up(self, rank: int, ready: Callable[[], bool], waited: float) -> None:
-        """Raise if the peer is gone, unless it has arrived before it left."""
+    def _check(self, rank: int, ready: Callable[[], bool], waited: float) -> None:
+        """Raise if the peer is gone, unless it arrived before it left."""
         try:
             self._watch(rank, waited)
         except ReplicaError:
@@ -173,11 +172,11 @@ class SharedMemoryCollective(LoggedCollective):
                 raise
 
     def look(self, rank: int, waited: float) -> None:
-        """Called now and then while waiting for a replica: raise if it is gone."""
+        """Raise if a replica that is being waited for is gone."""
         self._watch(rank, waited)
 
     def order_writes(self) -> None:
-        """Make tensors visible that were written before a flag; x86 does so by itself."""
+        """Order writes of tensors before writes of flags; x86 does so by itself."""
         if not _TOTAL_STORE_ORDER:
             with self._fence:
                 pass
@@ -187,7 +186,7 @@ class SharedMemoryCollective(LoggedCollective):
     # --- flat reductions -------------------------------------------------------------------
 
     def table(self, count: int, dtype: torch.dtype, rows: int = 0) -> SharedTable:
-        """Make a shared table, with one row a replica unless `rows` says otherwise. Collective."""
+        """Create a shared table of `rows` rows, by default one a replica. Collective."""
         rows = rows or self.size
         size = SharedTable.size(rows, count, dtype)
         segment = Segment(size) if self.rank == 0 else None
@@ -219,7 +218,7 @@ class SharedMemoryCollective(LoggedCollective):
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
         if self.log is not None and self.log.writes:
-            self.log.give_up()  # what it makes of memory that is no message would be missed
+            self.log.give_up()  # a reduction outside of a step is not logged
         table = self._tables.get(flat.data_ptr())
         if table is not None and table.count == flat.numel():
             self._reduce(table, weight)
@@ -239,7 +238,7 @@ class SharedMemoryCollective(LoggedCollective):
             start, end = slices(table.count, self.size)[self.rank]
             parts = table.parts = table.parts_at(start, end - start)
         if size := len(parts[0]):
-            wide = torch.float32 if parts[0].dtype in _HALF else parts[0].dtype
+            wide = torch.float32 if parts[0].dtype in HALF else parts[0].dtype
             total = torch.empty(size, dtype=wide)
             sum_parts(parts, self._weights.tolist(), total)
             for part in parts:
@@ -265,15 +264,8 @@ class SharedMemoryCollective(LoggedCollective):
         self._note("broadcast", lambda: found)
         return found
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        received = self.broadcast_bytes(flat if self.rank == source else None, source)
-        if self.rank != source:
-            with torch.no_grad():
-                tensor.copy_(received.clone().view(tensor.dtype).view(tensor.shape))
-
     def forget_mail(self) -> None:
-        """Give back the memory of large messages, which all have read. Collective."""
+        """Free the memory of large messages. Collective."""
         self.barrier()
         self._mail.forget()
         self.barrier()
@@ -283,7 +275,7 @@ class SharedMemoryCollective(LoggedCollective):
 
 
 def sharing(collective: Collective) -> SharedMemoryCollective:
-    """The same, of replicas that share memory; the caller has seen to that."""
+    """Cast a collective whose replicas share memory, which the caller has checked."""
     assert isinstance(collective, SharedMemoryCollective), "these replicas share no memory"
     return collective
 
@@ -291,14 +283,14 @@ def sharing(collective: Collective) -> SharedMemoryCollective:
 def sum_rows(table: SharedTable, start: int, weights: list[float], total: Tensor) -> None:
     """Write the weighted sum of the column slice from `start` into `total`.
 
-    A weight of zero leaves its row out. `total` is at least fp32, and nothing else is allocated:
-    fresh memory on every step would cost more in page faults than the sum itself.
+    A row with weight zero is skipped. `total` is at least fp32, and no other memory is allocated:
+    page faults of new memory in every step would cost more than the sum itself.
     """
     sum_parts(table.parts_at(start, len(total)), weights, total)
 
 
 def sum_parts(parts: Sequence[Tensor], weights: Sequence[float], total: Tensor) -> None:
-    """The same of slices that were cut before."""
+    """Write the weighted sum of slices into `total`."""
     used = [(part, w) for part, w in zip(parts, weights, strict=True) if w != 0.0]
     same = {w for _, w in used}
     if len(used) > 1 and len(same) == 1 and total.dtype is parts[0].dtype:

@@ -1,10 +1,10 @@
-"""Sums and gathers of short-lived tensors, of CPU processes of one machine.
+"""Sums and gathers of temporary tensors between CPU processes of one machine.
 
-Tensors that come and go in a forward or backward pass are of many sizes, so two tables that grow
-serve them all, by turns. One meeting an operation is enough: whoever comes to the next one has read
-this table, and only the one after it writes there again.
+The tensors of a forward or backward pass have many sizes, so all use two tables that grow, in turn.
+One meeting an operation is enough: a process that comes to the next one has read this table, which
+is only written again after that.
 
-Everybody adds up all rows in the same order, so all hold the same bits.
+Every process sums all rows in the same order, so all hold the same bits.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
+from stratagem.wire.collective import HALF
 from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class SharedScratch:
-    """Every method is collective: all are called with the same shapes, but for the divided axis."""
+    """Sums and gathers; calls are collective, with equal shapes but for the divided axis."""
 
     def __init__(self, collective: SharedMemoryCollective) -> None:
         self._collective = collective
         self.rank, self.size = collective.rank, collective.size
         self._tables: list[SharedTable | None] = [None, None]
         self._turn = 0
-        #: the sizes of values that must be alike everywhere, added up until somebody compares them
+        #: the sum of the norms of values that must be equal in all processes, for a comparison
         self.seen = 0.0
 
     def note(self, tensor: Tensor) -> None:
-        """Note a value that all processes have alike."""
+        """Add a value that must be equal in all processes to `seen`."""
         if tensor.is_floating_point():
             self.seen += float(torch.linalg.vector_norm(tensor.detach(), 1))
 
@@ -44,7 +43,7 @@ class SharedScratch:
         rows[self.rank].view(tensor.shape).copy_(tensor)
         METER.bytes += tensor.nbytes
         self._collective.meet("reduction")
-        if tensor.dtype in _HALF:
+        if tensor.dtype in HALF:
             wide = torch.stack(rows).float().sum(0)
             return wide.to(tensor.dtype).view(tensor.shape)
         total = rows[0] + rows[1] if self.size > 1 else rows[0].clone()
@@ -53,7 +52,7 @@ class SharedScratch:
         return total.view(tensor.shape)
 
     def gather(self, part: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Return all processes' parts, concatenated along an axis on which sizes differ."""
+        """Concatenate all processes' parts along an axis on which sizes differ."""
         if part.shape[dim] != sizes[self.rank]:
             raise NotDistributable(
                 f"a value that processes divide has {part.shape[dim]} elements of axis {dim} in "
@@ -72,7 +71,7 @@ class SharedScratch:
         return torch.cat([row[:count].view(shape) for row, count, shape in parts], dim)
 
     def _rows(self, count: int, dtype: torch.dtype) -> list[Tensor]:
-        """A row of so many elements for each process, in the table whose turn it is."""
+        """Return a row of `count` elements for each process, in the table whose turn it is."""
         size = count * dtype.itemsize
         self._turn ^= 1
         table = self._tables[self._turn]

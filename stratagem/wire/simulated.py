@@ -1,10 +1,10 @@
-"""A network that exists in time only: messages take as long as links and latencies say.
+"""A simulated network in virtual time: links and latencies decide how long messages take.
 
     host ==up==> [ rack ==up==> core ==down==> rack ] ==down==> host
 
-A message has a fair share of every link on its way, as TCP streams do, and has passed when the
-slowest of them has let it through: one full link bounds a transfer exactly, and the down link of a
-server that everybody sends to at once is shared by all of them (incast). Nothing is random here.
+A message has a fair share of every link on its route, as TCP streams do, and has passed when the
+slowest of them has let it through: one full link bounds a transfer exactly, and the senders to one
+server share its down link (incast). Nothing is random.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Virtual time: what is due happens in order of time, then in the order it was asked for.
+    """Virtual time: runs actions in order of time, then in the order they were scheduled.
 
-    What is asked for the same time in a row, as by all workers that wait for one update, is kept
-    together: the order is the same, and there is less of it to keep.
+    Consecutive actions for the same time, as of all workers that wait for one update, share an
+    event: the order is the same, and there are fewer events.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        #: each is [when, number, action, and those asked for the same time in a row...]
+        #: a heap of events, each [time, number, action, further actions of the same time...]
         self._due: list[list[Any]] = []
         self._number = count()
         self._stopped = False
-        #: what was asked for last, and when that is due, unless it has begun to happen
+        #: the last scheduled event, and its time, NaN once it has begun
         self._last: list[Any] = []
         self._last_time = nan
 
@@ -44,7 +44,7 @@ class Clock:
         return self.now
 
     def at(self, time: float, action: Action) -> None:
-        """Have something happen at a time, or now if that has passed."""
+        """Schedule an action at a time, or now if that has passed."""
         if time < self.now:
             time = self.now
         if time == self._last_time:
@@ -54,18 +54,18 @@ class Clock:
             heappush(self._due, self._last)
 
     def after(self, seconds: float, action: Action) -> None:
-        """Have something happen later."""
+        """Schedule an action after so many seconds."""
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Have everything happen that is due, until nothing is due or `stop` is called."""
+        """Run scheduled actions until none is left or `stop` is called."""
         self._stopped, due = False, self._due
         while due:
             event = heappop(due)
             self.now = event[0]
             if event is self._last:
-                self._last_time = nan  # nothing can be added to what happens already
-            if len(event) == 3:  # as below, for most of them
+                self._last_time = nan  # a running event takes no more actions
+            if len(event) == 3:  # a shortcut for the usual event of one action
                 event[2]()
                 if self._stopped:
                     return
@@ -78,16 +78,16 @@ class Clock:
                     return
 
     def stop(self) -> None:
-        """What is happening is the last thing."""
+        """End `run` after the current action."""
         self._stopped = True
 
 
 class SimulatedLink:
-    """One direction of a cable, shared evenly by whatever travels on it at the moment.
+    """One direction of a cable, shared evenly by its current streams.
 
-    `_served` counts the bytes that each stream present all along would have had so far; a stream
-    ends when that has grown by its size. So it is known in which order streams end, and one event
-    is enough for all of them. Most are of one size, and end in the order in which they came.
+    `_served` counts the bytes that a stream present from the start would have had so far; a stream
+    ends when `_served` has grown by its size. So the order in which streams end is known, and one
+    event is enough for all of them. Most are of one size, and end in the order they came.
     """
 
     def __init__(self, clock: Clock, rate: float) -> None:
@@ -96,12 +96,12 @@ class SimulatedLink:
         self._served = self._since = 0.0
         self._number = count()
         self._open = True
-        self._alarm = inf  # when the next look is due
+        self._alarm = inf  # the time of the next `_look`
 
     def send(self, size: float, then: Action) -> None:
-        """Let so many bytes pass, then act."""
+        """Let `size` bytes pass, then act."""
         streams, now = self._streams, self._clock.now
-        if streams and self._open:  # as _progress does, which is called too often for a call
+        if streams and self._open:  # `_progress`, inlined as it is called often
             self._served += (now - self._since) * self._rate / len(streams)
         self._since = now
         stream = (self._served + size, next(self._number), then)
@@ -109,16 +109,16 @@ class SimulatedLink:
             streams.append(stream)
         else:
             insort(streams, stream)
-        if streams[0] is stream:  # else the look that is due comes early enough
+        if streams[0] is stream:  # else the scheduled look is early enough
             self._look_later()
 
     def stop(self) -> None:
-        """Nothing passes until `go`; what is under way waits."""
+        """Let nothing pass until `go`; current streams wait."""
         self._progress()
         self._open = False
 
     def go(self) -> None:
-        """Let pass again."""
+        """Let streams pass again."""
         self._progress()
         self._open = True
         self._look_later()
@@ -130,7 +130,7 @@ class SimulatedLink:
         self._since = now
 
     def _look_later(self) -> None:
-        """Be there when the first stream ends, unless a look is due before that anyway."""
+        """Schedule a look for the end of the first stream, unless one is due before."""
         streams = self._streams
         if not streams or not self._open:
             return
@@ -142,18 +142,18 @@ class SimulatedLink:
 
     def _look(self) -> None:
         if self._clock.now < self._alarm:
-            return  # another look was asked for since, and an earlier one has been
+            return  # an earlier look has replaced this one
         self._alarm = inf
         streams, rate, now = self._streams, self._rate, self._clock.now
-        if streams and self._open:  # as _progress does
+        if streams and self._open:  # `_progress`
             self._served += (now - self._since) * rate / len(streams)
         self._since = now
-        # what the clock cannot tell from now is now
+        # times closer than the clock's resolution are equal
         soon = 1e-12 * now if now > 1.0 else 1e-12
         while streams and self._open:
             left = (streams[0][0] - self._served) * len(streams) / rate
             if left > soon:
-                end = now + left  # as _look_later does
+                end = now + left  # `_look_later`
                 if end < self._alarm:
                     self._alarm = end
                     self._clock.at(end, self._look)
@@ -163,7 +163,7 @@ class SimulatedLink:
 
 @dataclass(frozen=True)
 class Topology:
-    """Hosts and what lies between them; rates in bytes per second and direction.
+    """Hosts and the links between them; rates are in bytes per second and direction.
 
     Topology(rate=1.25e9, latency=50e-6)                      10 Gbit/s, all alike
     Topology(rate=1.25e9, per_rack=16, rack_rate=5e9)         racks with a narrower way out
@@ -192,15 +192,14 @@ class Topology:
             raise UsageError("per_host of a topology is at least 1, per_rack at least 0.")
 
     def host(self, task: int) -> int:
-        """On which host a task is, when tasks fill one host after the other."""
+        """Return the host of a task, when tasks fill one host after the other."""
         return task // self.per_host
 
 
 class Flow(NamedTuple):
-    """Bytes from host to host.
+    """Bytes from host to host: `out` of the source, `into` the target.
 
-    Where one of many that are all alike stands for all of them, `out` or `into` is what the other
-    end sends or gets in all.
+    They differ where one flow stands for many equal ones, of which one end sends or receives all.
     """
 
     source: int
@@ -210,11 +209,11 @@ class Flow(NamedTuple):
 
 
 class Route:
-    """Flows that belong together; links that several of them pass carry their sum.
+    """Flows that are sent together; links that several of them pass carry their sum.
 
-    least   seconds that it takes at any rate, on links that nobody else uses
-    own     flows over such links, where these may be cut: nobody else waits for them to pass
-    calm    when one of these is cut for the first time: what has passed by then took `least`
+    least   the seconds that it takes at least, for links that no other route uses
+    own     flows over such links, if these may be cut
+    calm    the time of their first cut: before it these flows take `least`
     """
 
     def __init__(
@@ -247,9 +246,9 @@ class Route:
         return self._network.is_cut(self._hosts)
 
     def send(self, then: Action, later: float = 0.0, passed: Action | None = None) -> None:
-        """Carry all of it, then act where it arrives, or so many seconds later.
+        """Send all flows, then call `then` on arrival, or `later` seconds after it.
 
-        `passed` is for whoever waits for the links to be free.
+        `passed` is called when the links are free again.
         """
         if self._cuts and self.is_cut:
             self._network.hold(partial(self.send, then, later, passed))
@@ -259,7 +258,7 @@ class Route:
             done: Action = partial(self._passed, late, earliest, then, passed)
             if self._own and now + self._least >= self._calm:
                 done = self._over_own(partial(self._passed, late, earliest, then, None), passed)
-            if self._only is not None:  # nothing else to wait for
+            if self._only is not None:  # one link
                 link, size = self._only
                 link.send(size, done)
                 return
@@ -272,7 +271,7 @@ class Route:
                 passed()
 
     def _over_own(self, done: Action, passed: Action | None) -> Action:
-        """Send over its own links, too; returns what to call once the shared links are passed."""
+        """Send over the own links, too; returns what to call after the shared links."""
         passage = _Passage(1 + len(self._own), done)
         for link, size in self._own.items():
             link.send(size, passage.passed)
@@ -285,7 +284,7 @@ class Route:
         return shared
 
     def _unless_cut(self, action: Action) -> None:
-        """Act now, or when none of its hosts is off the network any more."""
+        """Act now, or when all its hosts are back on the network."""
         if self.is_cut:
             self._network.hold(partial(self._unless_cut, action))
         else:
@@ -300,7 +299,7 @@ class Route:
 
 
 class _Passage:
-    """What has to pass several links."""
+    """Counts the links that are still to be passed."""
 
     __slots__ = ("_left", "_then")
 
@@ -314,21 +313,21 @@ class _Passage:
 
 
 class Network:
-    """Carries messages between hosts; links come into being when first used."""
+    """Carries messages between hosts; links are created when first used."""
 
     def __init__(self, clock: Clock, topology: Topology) -> None:
         self.clock, self.topology = clock, topology
         self._links: dict[tuple[str, int], SimulatedLink] = {}
-        #: hosts that are off the network, and how often they were taken off
+        #: hosts that are off the network, and how many cuts keep them off
         self.cuts: dict[int, int] = {}
         self._held: list[Action] = []
 
     def send(self, source: int, target: int, size: float, then: Action) -> None:
-        """Carry so many bytes from host to host, then act there."""
+        """Carry `size` bytes from host to host, then act there."""
         Route(self, [Flow(source, target, size, size)]).send(then)
 
     def latency(self, source: int, target: int) -> float:
-        """Seconds that a message without contents takes."""
+        """Return the seconds that an empty message takes."""
         same = source == target
         return self.topology.inside_latency if same else self.topology.latency
 
@@ -337,17 +336,17 @@ class Network:
         return len(hosts) > 1 and not hosts.isdisjoint(self.cuts)
 
     def hold(self, message: Action) -> None:
-        """Send it when a host comes back."""
+        """Send a message when a host comes back."""
         self._held.append(message)
 
     def cut(self, host: int) -> None:
-        """Take a host off the network; what is under way waits."""
+        """Take a host off the network; messages under way wait."""
         self.cuts[host] = self.cuts.get(host, 0) + 1
         for link in self._cables(host):
             link.stop()
 
     def mend(self, host: int) -> None:
-        """Put it back, if nothing else keeps it off."""
+        """Undo a cut; the host is back once no cut is left."""
         left = self.cuts.pop(host) - 1
         if left:
             self.cuts[host] = left
@@ -363,7 +362,7 @@ class Network:
         return self._link("up", host, rate) + self._link("down", host, rate)
 
     def way(self, flow: Flow) -> list[tuple[SimulatedLink, float]]:
-        """The links that a flow passes, but for infinitely fast ones, and what it puts on each."""
+        """Return the links that a flow passes and its bytes on each; not infinitely fast ones."""
         shape, (source, target, out, into) = self.topology, flow
         if source == target:
             return [(link, out) for link in self._link("inside", source, shape.inside_rate)]

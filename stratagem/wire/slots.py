@@ -1,11 +1,11 @@
-"""Messages from one process to another through slots of shared memory.
+"""Messages between two processes through slots of shared memory.
 
     sender     writes shape, type and bytes into the next free slot, then counts it as posted
-    receiver   reads them where they lie, then counts the slot as taken
+    receiver   reads them in place, then counts the slot as taken
 
-A slot is a segment of the sender's that grows with what it has to hold; its handle lies in the
-channel's control words, so that the receiver maps it again when it has changed. First in, first
-out; a sender that finds no free slot waits.
+A slot is a segment of the sender that grows as needed; its handle is in the channel's control
+words, so that the receiver maps it again when it has changed. Messages are first in, first out; a
+sender waits for a free slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HANDLE = (_SLOT - 2) * 8  # bytes
 
 
 def channel_words(slots: int) -> int:
-    """64-bit words of control memory that a channel needs."""
+    """Return the 64-bit words of control memory that a channel needs."""
     return _COUNTS + slots * _SLOT
 
 
@@ -47,7 +47,7 @@ class SlotChannel:
         self._mapped: dict[int, Segment] = {}
 
     def post(self, tree: Tree) -> None:
-        """Send a tree of tensors, numbers and text; waits while all slots are full."""
+        """Send a tree of tensors, numbers and text; blocks while all slots are full."""
         words = self._words
         number = words[0]
         self._collective.wait_for(self.receiver, lambda: number - words[8] < self._slots)
@@ -67,7 +67,7 @@ class SlotChannel:
         words[0] = number + 1
 
     def take(self) -> Tree:
-        """Wait for the next message; its tensors lie in the slot until `release`."""
+        """Wait for the next message; its tensors are valid until `release`."""
         words = self._words
         number = words[8]
         self._collective.wait_for(self.sender, lambda: words[0] > number)

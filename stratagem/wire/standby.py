@@ -1,12 +1,12 @@
-"""The collective of a standby: it follows a log, then is a replica's whose process has died.
+"""The collective of a standby: it follows a log, then replaces a replica that has died.
 
                      step 41                     step 42
     replica 2   --- computes --- reduction --- computes, killed
-    standby 2   --- leaves it out ------------ waits .......... computes --- reduction ---
+    standby 2   --- skips it ----------------- waits .......... computes --- reduction ---
     others      --- compute ---- reduction --- compute ---- wait for replica 2 --- reduction ---
 
-A step is taken over from its beginning, if the one that died had not met the others in it. So the
-others do nothing again: they wait for as long as the one that died had worked on it in vain.
+A step is taken over from its beginning, if the dead replica had not met the others in it. So the
+other replicas repeat nothing: they wait for as long as the dead one had worked on the step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stratagem.wire.tree import decode
 
 
 class StandbyCollective(SharedMemoryCollective):
-    """Takes no part until an order comes; `sit_down` then says how to watch the others."""
+    """Replays the log until an order comes; `sit_down` then returns the watch of the peers."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StandbyCollective(SharedMemoryCollective):
         self.live = True
 
     def _replay(self, kind: str) -> Tensor | None:
-        """What an operation has brought; None where this replica is to do a step itself."""
+        """Return the logged result of an operation; None if this replica must run the step."""
         while (entry := self._reader.next()) is None:
             order = self._reader.order
             if kind == "step" and order is not None and order.turn == self._turn:

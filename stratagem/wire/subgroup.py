@@ -1,4 +1,4 @@
-"""Members of a collective that meet among themselves."""
+"""Subgroups of a collective."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from stratagem.wire.tree import gather_tree
 
 
 def subgroup(collective: Collective, groups: Sequence[Sequence[int]]) -> Collective:
-    """The one of these groups of ranks that this member is in. Collective over all of them.
+    """Return the collective of the group of ranks that this member is in. Collective over all.
 
-    Whoever waits there is told of trouble as it would be in the whole collective.
+    A wait in it raises on trouble as in the whole collective.
     """
     (ranks,) = (group for group in groups if collective.rank in group)
     if isinstance(collective, TorchCollective):
-        return _among(collective, tuple(ranks))
+        return _torch_subgroup(collective, tuple(ranks))
     whole, own = sharing(collective), None
     if collective.rank == ranks[0]:
         own = Segment(SharedMemoryCollective.control_size(len(ranks)))
     handles = gather_tree(collective, None if own is None else own.handle)
     control = own or Segment.attach(handles[ranks[0]])
-    collective.barrier()  # nobody lets go of what the others are about to map
+    collective.barrier()  # no owner unmaps a segment that a peer is about to map
 
     def watch(rank: int, seconds: float) -> None:
         whole.look(ranks[rank], seconds)
@@ -35,8 +35,8 @@ def subgroup(collective: Collective, groups: Sequence[Sequence[int]]) -> Collect
     return SharedMemoryCollective(place, len(ranks), control, watch, names)
 
 
-def _among(collective: TorchCollective, ranks: tuple[int, ...]) -> TorchCollective:
-    """Connected once, and kept with the whole."""
+def _torch_subgroup(collective: TorchCollective, ranks: tuple[int, ...]) -> TorchCollective:
+    """Connect the subgroup once; the whole collective keeps it."""
     if ranks not in collective.parts:
         meeting = collective.meeting
         names = tuple(meeting.names[rank] for rank in ranks)

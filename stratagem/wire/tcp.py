@@ -43,17 +43,17 @@ __all__ = [
 log = logging.getLogger("stratagem")
 
 TRY = 2.0  # seconds for one try to connect
-_LOOK = 0.1  # seconds between two looks around while a peer does not answer
+_LOOK = 0.1  # seconds between two calls of `watch` while a peer does not answer
 
 
 def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = None) -> Connection:
     """Connect and prove the secret, in one try of at most `limit` seconds.
 
-    Raises OSError if nobody answers there, HandshakeError if who answers is not of this job.
+    Raises OSError if there is no answer, HandshakeError if the peer is not of this job.
     """
     encrypt = encrypted(address, tls)
     if encrypt:
-        context(secret, False)  # takes long the first time: not while the peer waits
+        context(secret, False)  # slow the first time, so not while the peer waits
     deadline = time.monotonic() + limit
     greeting = Greeting(call(address, limit), secret, server=False, tls=encrypt)
     connection = greeting.meet(deadline - time.monotonic())
@@ -71,19 +71,19 @@ def connect_all(
     *,
     answers: bool = True,
 ) -> list[Connection]:
-    """A connection to each member, all of which have been told `hello`; `watch` as in `reach`.
+    """Connect to each member and send it `hello`; `watch` as in `reach`.
 
-    `answers`: wait until each has answered. One that is about to end does not, and another may
-    take its place.
+    `answers`: wait until each has answered. A member that is about to end does not, and another
+    process may take its place.
     """
     patience, greeted = Wait(limit, first=FIRST), set[Connection]()
 
     def left(found: Mapping[Member, Connection]) -> list[Member]:
-        """Greet those that are new."""
+        """Greet new connections; return the members whose connection failed."""
         new = {member: each for member, each in found.items() if each not in greeted}
-        told = [m for m, each in new.items() if _tell(each, {**hello, "greets": answers})]
-        for member in told:
-            if not answers or _heard(new[member], watch, patience):
+        greeted_now = [m for m, each in new.items() if _greet(each, {**hello, "greets": answers})]
+        for member in greeted_now:
+            if not answers or _is_welcome(new[member], watch, patience):
                 greeted.add(new[member])
         return [member for member, each in new.items() if each not in greeted]
 
@@ -96,7 +96,7 @@ def connect_all(
     )
 
 
-def _tell(connection: Connection, hello: Mapping[str, object]) -> bool:
+def _greet(connection: Connection, hello: Mapping[str, object]) -> bool:
     try:
         connection.send(hello)
     except OSError as problem:
@@ -105,8 +105,8 @@ def _tell(connection: Connection, hello: Mapping[str, object]) -> bool:
     return True
 
 
-def _heard(connection: Connection, watch: Callable[[], object], patience: Wait) -> bool:
-    """Wait for the answer to `hello`, which says what host it comes from."""
+def _is_welcome(connection: Connection, watch: Callable[[], object], patience: Wait) -> bool:
+    """Wait for the answer to `hello`, which names the peer's host."""
     try:
         while not connection.readable(_LOOK):
             if patience.over:
@@ -121,11 +121,11 @@ def _heard(connection: Connection, watch: Callable[[], object], patience: Wait) 
 
 
 class Listener:
-    """Listens on an address, and welcomes whoever proves the job's secret.
+    """Listens on an address, and accepts peers that prove the job's secret.
 
-    `welcome` gets each connection in a thread of its own, may stay in it as long as it likes, and
-    owns the connection. Those who have not proved the secret are the acceptor's: they are
-    bounded, and take no place of those who have.
+    `welcome` gets each connection in a thread of its own, may block in it, and owns the connection.
+    Peers that have not proved the secret are the acceptor's: their number is bounded, and they take
+    no place from those that have.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Listener:
         self._door.open()
 
     def close(self) -> None:
-        """Stop listening and end what is still greeting; connections made stay with their owner."""
+        """Stop listening and end unfinished greetings; finished connections stay open."""
         if not self._door.close():
             return
         with self._lock:
@@ -165,7 +165,7 @@ class Listener:
         self.close()
 
     def _greet(self, sock: socket.socket) -> None:
-        """Agree with a peer that has proved the secret, in a thread of its own; welcome it."""
+        """Finish the greeting of a peer that has proved the secret; runs on its own thread."""
         greeting = Greeting(sock, self._secret, server=True, tls=self._tls)
         with self._lock:
             self._greetings.add(greeting)
@@ -191,11 +191,11 @@ class Listener:
 
 
 class Greeting:
-    """A socket on its way to become a Connection: the first words, until both ends belong together.
+    """The handshake that turns a socket into a Connection.
 
-    First the proof of the secret, in messages of fixed size: before it nothing that a peer says is
-    parsed, by TLS neither. The server's side of it is in cluster/acceptor.py. Then a note from each
-    end, which frames it speaks and whether it encrypts. Then TLS, if both do.
+    First the proof of the secret, in messages of fixed size: nothing of a peer is parsed before it,
+    by TLS neither. The server's side of it is in cluster/acceptor.py. Then a note from each end
+    with its version of the frames and whether it encrypts. Then TLS, if both do.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, server: bool, tls: bool) -> None:
@@ -206,7 +206,7 @@ class Greeting:
         self._tls = tls
 
     def meet(self, limit: float) -> Connection:
-        """Greet within `limit` seconds; OSError, mostly HandshakeError, and all is closed."""
+        """Do the handshake within `limit` seconds; on OSError, mostly HandshakeError, it closes."""
         try:
             return self._meet(time.monotonic() + limit)
         except BaseException:
@@ -240,11 +240,11 @@ class Greeting:
             )
 
     def hang_up(self) -> None:
-        """End `meet` soon, which runs in its own thread."""
+        """Interrupt `meet`, which runs on another thread."""
         hang_up(self._sock)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._sock.close()
 
 

@@ -1,8 +1,8 @@
-"""TLS between tasks that share a secret: whoever holds the secret holds the certificate.
+"""TLS between tasks that share a secret, from which the certificate is derived.
 
-Nothing has to be distributed. Both ends derive the same Ed25519 key from the job's secret, make
-the same certificate from it, byte for byte, show it, and accept no other. TLS 1.3 only; names
-are not checked, for the key itself is what is known.
+No certificate has to be distributed. Both ends derive the same Ed25519 key from the job's secret,
+make the same certificate from it, byte for byte, show it, and accept no other. TLS 1.3 only; names
+are not checked, as the key itself is known.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RECORD = 16 << 10  # bytes of a full TLS record
 
 @functools.lru_cache(maxsize=8)
 def _identity(secret: bytes) -> tuple[bytes, bytes]:
-    """The key and the certificate of a job (PEM, both in one), and the certificate alone (DER)."""
+    """Return a job's key and certificate in one PEM, and the certificate as DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    # Not the secret itself, which proofs are made of.
+    # Not the secret itself, from which proofs are made.
     key = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, _LABEL, "sha256"))
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "stratagem job")])
-    # Constant numbers and dates: the certificate must be the same wherever it is made, and no
-    # clock can be wrong about it. A job's secret ends with the job.
+    # Constant numbers and dates: every task must make the same certificate, whatever its clock.
+    # The job's secret ends with the job.
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -63,7 +63,7 @@ def _identity(secret: bytes) -> tuple[bytes, bytes]:
 
 @functools.lru_cache(maxsize=16)
 def context(secret: bytes, server: bool) -> ssl.SSLContext:
-    """The settings of one end of the job's connections; made once (a tenth of a second)."""
+    """Return the TLS context of clients or servers, made once (in a tenth of a second)."""
     pem, der = _identity(secret)
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -73,13 +73,13 @@ def context(secret: bytes, server: bool) -> ssl.SSLContext:
     with _private_file(pem) as path:
         made.load_cert_chain(path)
     if server:
-        made.num_tickets = 0  # sessions are not resumed, and nothing comes but what was sent
+        made.num_tickets = 0  # no session is resumed, and only sent data arrives
     return made
 
 
 @contextlib.contextmanager
 def _private_file(content: bytes) -> Iterator[str]:
-    """A file for load_cert_chain, which reads nothing else: in memory where that exists."""
+    """A file for load_cert_chain, which reads only files; in memory on Linux."""
     if _LINUX:
         fd = os.memfd_create("stratagem", os.MFD_CLOEXEC)
         path = f"/proc/self/fd/{fd}"
@@ -95,14 +95,14 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def wrap(sock: socket.socket, secret: bytes, *, server: bool) -> ssl.SSLSocket:
-    """Lay TLS over a connected socket, which is used up; `shake_hands` comes next."""
+    """Wrap a connected socket, which is detached; `shake_hands` comes next."""
     return context(secret, server).wrap_socket(
         sock, server_side=server, do_handshake_on_connect=False
     )
 
 
 def shake_hands(sock: ssl.SSLSocket, secret: bytes, *, limit: float) -> None:
-    """Do the TLS handshake within `limit` seconds; HandshakeError, and the caller closes."""
+    """Do the TLS handshake within `limit` seconds; after a HandshakeError the caller closes."""
     try:
         sock.settimeout(max(0.001, limit))  # for the whole handshake, not for each message
         sock.do_handshake()
@@ -125,9 +125,9 @@ def shake_hands(sock: ssl.SSLSocket, secret: bytes, *, limit: float) -> None:
 class TlsChannel(Channel):
     """An encrypted stream.
 
-    OpenSSL lets one thread at a time touch a connection, and a blocking read would keep the
-    others out until something comes. So the socket does not block: each step of OpenSSL (a
-    record, 16 KiB) is made under a lock, and waiting is done outside of it.
+    OpenSSL allows one thread at a time on a connection, and a blocking read would lock out senders.
+    So the socket is non-blocking: each call of OpenSSL (a record, 16 KiB) is made under a lock, and
+    waiting is done outside of it.
     """
 
     def __init__(self, sock: ssl.SSLSocket) -> None:
@@ -137,7 +137,7 @@ class TlsChannel(Channel):
         self._engine = threading.Lock()
 
     def send(self, pieces: Sequence[memoryview]) -> None:
-        """Small pieces travel together, large ones are not copied."""
+        """Send small pieces together, and large ones without a copy."""
         small = bytearray()
         for piece in pieces:
             if len(small) + len(piece) <= _RECORD:
@@ -191,7 +191,7 @@ class TlsChannel(Channel):
         return got
 
     def readable(self, seconds: float) -> bool:
-        """Whether a byte comes within that time, or lies decrypted already."""
+        """Whether a byte arrives within that time, or is decrypted already."""
         with self._engine:
             if self._sock.pending():
                 return True

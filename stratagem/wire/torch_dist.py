@@ -1,7 +1,7 @@
 """Collectives over torch's process groups: Gloo between CPUs and hosts, NCCL between GPUs.
 
-ring              every member sends and adds chunks in a circle (what Gloo and NCCL do)
-one device        all send to one member, which adds and sends the sum back
+ring              every member sends and sums chunks in a ring (what Gloo and NCCL do)
+one device        all send to one member, which sums and sends the sum back
 hierarchical      members -> leader of their pack; leaders among themselves; back again
 
         pack 0          pack 1
@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,14 +24,56 @@ from torch import Tensor
 from stratagem.cluster.membership import Membership
 from stratagem.errors import ReplicaError
 from stratagem.wire.byte_messages import ByteMessages
-from stratagem.wire.collective import Collective, Pending, apply_weight
-from stratagem.wire.process_group import HALF, Meeting, ProcessGroup
+from stratagem.wire.collective import HALF, Collective, Pending, apply_weight
+from stratagem.wire.process_group import Meeting, ProcessGroup
 
 T = TypeVar("T")
 
 
+class OperationQueue:
+    """One thread that runs a group's operations, one after another.
+
+    All ranks must begin a group's operations in the same order, so another thread may begin one
+    only while the queue is idle.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
+        self._last: Future[None] | None = None
+        self._thread: int | None = None
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` after all that was submitted before."""
+
+        def run() -> None:
+            self._thread = threading.get_ident()
+            work()
+
+        self._last = self._pool.submit(run)
+        return self._last
+
+    @property
+    def idle(self) -> bool:
+        """Whether all work is done."""
+        return self._last is None or self._last.done()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is work in the queue."""
+        return self._thread == threading.get_ident()
+
+    def drain(self) -> None:
+        """Wait until the queue is idle; no-op in the queue itself."""
+        if self._last is not None and not self.is_current:
+            self._last.result()
+
+    def close(self) -> None:
+        """Cancel work that has not begun."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class TorchCollective(Collective):
-    """Every replica in one ring; the other algorithms override `_sum`."""
+    """All replicas in one ring; the other algorithms override `_sum`."""
 
     def __init__(
         self, rank: int, size: int, backend: str, meeting: Meeting, membership: Membership
@@ -40,13 +83,10 @@ class TorchCollective(Collective):
         self.membership = membership
         self.messages = ProcessGroup("messages", rank, size, "gloo", meeting)
         self.flat = ProcessGroup("flat", rank, size, backend, meeting)
-        self._bytes = ByteMessages(self.messages)  # flushed before others are waited for
-        self._aside = ThreadPoolExecutor(1, thread_name_prefix="stratagem-reduce")
-        self._last: Future[None] | None = None
-        #: the thread of what is done aside, while something is
-        self._beside: int | None = None
+        self._bytes = ByteMessages(self.messages)  # flushed before this replica waits for others
+        self._queue = OperationQueue()
         self.runs_beside = backend == "gloo"
-        #: collectives of some of its members, by their ranks
+        #: subgroups, by their members' ranks
         self.parts: dict[tuple[int, ...], TorchCollective] = {}
         membership.on_trouble(lambda _: self._abort())
 
@@ -54,48 +94,48 @@ class TorchCollective(Collective):
         return torch.zeros(count, dtype=dtype, device=device)
 
     def all_reduce(self, flat: Tensor, weight: float = 1.0) -> Pending:
+        """Sum beside the computation; the first line that fits says how.
+
+        called from work in the queue   on this thread, which is the queue's
+        GPU tensor over Gloo            a copy in host memory, enqueued
+        one operation, queue empty      at once; the backend itself runs it beside
+        several operations over Gloo    enqueued, as each blocks its thread
+        several operations over NCCL    at once, as they block the GPU's stream only
+        """
         apply_weight(flat, weight)
         self.named(self._bytes.flush)
-        if self._beside == threading.get_ident():
+        gloo = self.backend == "gloo"
+        if self._queue.is_current:
             self._sum(flat)
             return Pending()
-        if flat.device.type != "cpu" and self.backend == "gloo":
-            return self._staged(flat)
-        alone = flat.dtype not in HALF or self.backend == "gloo"
-        idle = self._last is None or self._last.done()  # a group's operations keep their order
-        if type(self) is TorchCollective and alone and idle:
-            pending = self.flat.sum(flat)  # runs beside the computation by itself
+        if gloo and flat.device.type != "cpu":
+            return self._sum_on_host(flat)
+        is_one = type(self) is TorchCollective and (gloo or flat.dtype not in HALF)
+        if is_one and self._queue.idle:
+            pending = self.flat.sum(flat)
             return Pending(lambda: self.named(pending.wait))
-        if self.backend != "gloo":
-            self.named(lambda: self._sum(flat))  # queued on the GPU; nothing blocks here
-            return Pending()
-        future = self._last = self._aside.submit(self._sum, flat)
-        return Pending(lambda: self.named(future.result))
+        if gloo:
+            return self._enqueue(partial(self._sum, flat))
+        self.named(lambda: self._sum(flat))
+        return Pending()
 
     def beside(self, work: Callable[[], None]) -> Pending:
-        def do() -> None:
-            self._beside = threading.get_ident()
-            try:
-                work()
-            finally:
-                self._beside = None
-
         self.named(self._bytes.flush)
-        if not self.runs_beside:
-            return super().beside(work)
-        future = self._last = self._aside.submit(do)
+        return self._enqueue(work) if self.runs_beside else super().beside(work)
+
+    def _enqueue(self, work: Callable[[], None]) -> Pending:
+        future = self._queue.submit(work)
         return Pending(lambda: self.named(future.result))
 
     def _sum(self, flat: Tensor) -> None:
         self.flat.sum(flat).wait()
 
-    def _staged(self, flat: Tensor) -> Pending:
-        """Gloo adds on the CPU: replicas that share one GPU meet in host memory."""
+    def _sum_on_host(self, flat: Tensor) -> Pending:
         host = flat.cpu()
-        future = self._last = self._aside.submit(self._sum, host)
+        pending = self._enqueue(partial(self._sum, host))
 
         def finish() -> None:
-            self.named(future.result)
+            pending.wait()
             flat.copy_(host)
 
         return Pending(finish)
@@ -123,17 +163,15 @@ class TorchCollective(Collective):
         return [each.to(flat.device) for each in found]
 
     def _staged_bytes(self, data: Tensor) -> Tensor:
-        """Where this group's backend can send it from, once what is queued aside is done: a group's
-        operations must keep their order."""
+        """Wait for the queue, and return the bytes where the backend can send them from."""
         self.named(self._bytes.flush)
-        if self._last is not None and self._beside != threading.get_ident():
-            self.named(self._last.result)
+        self.named(self._queue.drain)
         return data.cpu() if self.backend == "gloo" else data
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
         trouble = self.membership.trouble
         if self.rank == source and trouble is not None and trouble.kind != "joined":
-            raise trouble.error()  # a message to one that is dead need not fail by itself
+            raise trouble.error()  # sending to a dead peer need not fail by itself
         return self.named(lambda: self._bytes.broadcast(data, source))
 
     def hold(self) -> None:
@@ -142,23 +180,15 @@ class TorchCollective(Collective):
     def tell(self) -> None:
         self.named(self._bytes.tell)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        raw = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
-        received = self.broadcast_bytes(raw if self.rank == source else None, source)
-        if self.rank != source and flat.numel():
-            with torch.no_grad():
-                tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
-
     def barrier(self) -> None:
         self.named(self._bytes.barrier)
 
     def named(self, action: Callable[[], T]) -> T:
-        """Run; an error of the wire becomes one that names the member behind it."""
+        """Run an action; an error of the wire becomes one that names the member behind it."""
         try:
             return action()
         except ReplicaError:
-            self._abort()  # what is under way will never end
+            self._abort()  # operations under way would never end
             raise
         except RuntimeError as error:
             self._abort()
@@ -178,13 +208,13 @@ class TorchCollective(Collective):
     def close(self) -> None:
         if self.backend == "nccl":
             self._abort()
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        self._queue.close()
         for part in self.parts.values():
             part.close()
 
 
 class OneDeviceCollective(TorchCollective):
-    """All send to one member, which adds up and sends back."""
+    """All send to one member, which sums and sends back."""
 
     root = 0
 
@@ -194,7 +224,7 @@ class OneDeviceCollective(TorchCollective):
 
 
 class HierarchicalCollective(TorchCollective):
-    """Packs with a leader each; `packs` lists the ranks of every pack."""
+    """Sums inside packs, then between their leaders; `packs` lists the ranks of every pack."""
 
     packs: list[list[int]]
 

@@ -1,9 +1,9 @@
-"""Nested tensors as bytes, without pickle: what travels when it is not one flat gradient.
+"""Serialization of nested tensors, without pickle.
 
 A tree is None, bool, int, float, str, Tensor, or a list, tuple, NamedTuple, dict or Counter of
 trees; keys are text, numbers, None, or tuples of them. The bytes are a length, a JSON outline, then
-the tensors one after another. Reading checks every length against what is there before it
-allocates. Of a NamedTuple the names travel: reading imports nothing for them, and calls nothing.
+the tensors in order. Decoding checks every length against the available bytes before it allocates.
+Of a NamedTuple the names are encoded: decoding imports and calls nothing for them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stratagem.errors import NotDistributable
 from stratagem.wire.collective import Collective
 
 Tree = Any
-TREE_LIMIT = 1 << 36  # bytes of one from the network: optimizer state, a report, a batch
+TREE_LIMIT = 1 << 36  # bytes of a tree from the network: optimizer state, a report, a batch
 _HEAD = struct.Struct(">Q")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -47,12 +47,12 @@ _DTYPES = {
         torch.uint64,
     )
 }
-#: types for which torch has no pickle and no index_select, and those of the same bits that have
+#: unsigned types, which torch can neither pickle nor index, and signed ones of the same size
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def encode(tree: Tree) -> Tensor:
-    """Return the tree as one flat uint8 tensor."""
+    """Encode a tree as one flat uint8 tensor."""
     written, tensors = outlined(tree)
     outline = json.dumps(written).encode()
     head = torch.frombuffer(bytearray(_HEAD.pack(len(outline)) + outline), dtype=torch.uint8)
@@ -60,7 +60,7 @@ def encode(tree: Tree) -> Tensor:
 
 
 def decode(data: Tensor) -> Tree:
-    """Return the tree that `encode` was given; its tensors are copies on the CPU."""
+    """Decode what `encode` returned; tensors are copies on the CPU."""
     view = data.numpy().data
     if len(view) < _HEAD.size:
         raise ValueError("a tree's bytes are cut short: no head")
@@ -77,13 +77,13 @@ def decode(data: Tensor) -> Tree:
 
 
 def outlined(tree: Tree) -> tuple[Any, list[Tensor]]:
-    """What can be written as JSON of a tree, and its tensors in order."""
+    """Return the JSON outline of a tree, and its tensors in order."""
     tensors: list[Tensor] = []
     return _outline(tree, tensors), tensors
 
 
 class _TensorReader:
-    """Tensors one after another out of flat bytes, each as a copy."""
+    """Copies tensors, in order, out of flat bytes."""
 
     def __init__(self, data: Tensor, at: int) -> None:
         self._data, self._at, self.left = data, at, len(data) - at
@@ -98,7 +98,7 @@ class _TensorReader:
 
 
 def broadcast_tree(collective: Collective, tree: Tree = None, source: int = 0) -> Tree:
-    """The source's tree, on every replica; the source gets its own back."""
+    """Return the source's tree on every replica; the source gets its own object."""
     if collective.size == 1:
         return tree
     if collective.rank == source:
@@ -108,17 +108,17 @@ def broadcast_tree(collective: Collective, tree: Tree = None, source: int = 0) -
 
 
 def gather_tree(collective: Collective, tree: Tree) -> list[Tree]:
-    """Every replica's tree, in rank order."""
+    """Gather every replica's tree, in rank order."""
     if collective.size == 1:
         return [tree]
     return [decode(part) for part in collective.gather_bytes(encode(tree))]
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, on the CPU."""
+    """Return the bytes of a dense tensor, on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # of one element any stride counts as contiguous
+        flat = flat.as_strided((1,), (1,))  # view() checks the stride, even of one element
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
@@ -164,7 +164,7 @@ def _key(key: object) -> object:
 
 
 def rebuilt(outline: Any, take: Callable[[torch.dtype, list[int]], Tensor]) -> Tree:
-    """The tree of an outline; `take` returns its tensors in order."""
+    """Return the tree of an outline; `take` returns its tensors in order."""
     ((tag, body),) = outline.items()
     if tag == "v":
         return body
@@ -185,7 +185,7 @@ def rebuilt(outline: Any, take: Callable[[torch.dtype, list[int]], Tensor]) -> T
 
 
 def _named(module: str, qualname: str, fields: tuple[str, ...], parts: tuple[Tree, ...]) -> Tree:
-    """A NamedTuple of the class that has this name here; where none has, one like it."""
+    """Return a NamedTuple of the class of this name, or of a similar one if it is not loaded."""
     if len(fields) != len(parts):
         raise ValueError(f"{len(parts)} values for the {len(fields)} fields of a NamedTuple")
     found: Any = sys.modules.get(module)

@@ -1,10 +1,10 @@
-"""Messages from one member of a collective to another, first in, first out.
+"""Channels of messages between two members of a collective, first in, first out.
 
-On the CPUs of one machine they lie in slots of shared memory (wire/slots.py); elsewhere they travel
-by Gloo's send and receive, through the memory of the hosts:
+Between CPU processes of one machine they use slots of shared memory (wire/slots.py); elsewhere
+Gloo's send and receive, through host memory:
 
-    sender     length, then the bytes of a tree, in a thread behind the messages before it
-    receiver   takes memory for so many, and looks after the other side while it waits
+    sender     sends the length, then the bytes of a tree, on a thread, after earlier messages
+    receiver   allocates memory, and watches the sender while it waits
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class TreeChannel(Protocol):
         """Wait for the next message; its tensors may be read until `release`."""
 
     def release(self) -> None:
-        """What `take` returned is not read any more."""
+        """Free the message that `take` returned."""
 
 
 def open_channels(
     collective: Collective, pairs: Sequence[tuple[int, int]], slots: int
 ) -> Sequence[TreeChannel]:
-    """A channel for each pair of a sender and a receiver. Collective.
+    """Open a channel for each pair of a sender and a receiver. Collective.
 
-    `slots`: how many messages lie in shared memory before a sender waits.
+    `slots`: how many messages shared memory holds before a sender blocks.
     """
     if collective.shares_memory:
         size, shared = channel_words(slots), sharing(collective)
@@ -67,7 +67,7 @@ def open_channels(
 
 
 class MessageChannel:
-    """Between hosts, and wherever memory is not shared."""
+    """A channel between members that do not share memory."""
 
     def __init__(self, collective: TorchCollective, sender: int, receiver: int, tag: int) -> None:
         self._collective, self._group, self._tag = collective, collective.messages, tag
@@ -75,7 +75,7 @@ class MessageChannel:
         self._sent: BackgroundWork | None = None
 
     def post(self, tree: Tree) -> None:
-        """Send without waiting for the receiver; a failure of the message before it is raised."""
+        """Send without blocking; raises if an earlier message has failed."""
         if self._sent is not None and self._sent.is_completed():
             self._collective.named(self._sent.wait)
             self._sent = None
@@ -101,7 +101,7 @@ class MessageChannel:
 
 
 class OwnChannel:
-    """From a member to itself, which Gloo does not carry."""
+    """A channel from a member to itself, which Gloo does not support."""
 
     def __init__(self, rank: int) -> None:
         self.sender = self.receiver = rank

@@ -1,4 +1,4 @@
-"""An outsider without the secret who knocks at ports, many times over, in a process of its own.
+"""An outsider without the secret that opens many connections, in a process of its own.
 
     with crowd(1000, ["127.0.0.1:2222"]) as outsider:   # holds 1,000 connections at each
         ...
@@ -25,7 +25,7 @@ def address(text):
     host, _, port = text.rpartition(":")
     return host.strip("[]"), int(port)
 
-os.nice(19)  # it has a processor of its own, and takes none away from the job
+os.nice(19)  # it must not take processor time from the job
 count, places = int(sys.argv[1]), [address(each) for each in sys.argv[2:]]
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -34,7 +34,7 @@ selector = selectors.DefaultSelector()
 opened = heard = 0
 due = [(0.0, number % len(WORDS), where) for where in places for number in range(count)]
 over = False
-selector.register(sys.stdin, selectors.EVENT_READ)  # its end is ours
+selector.register(sys.stdin, selectors.EVENT_READ)  # ends with the parent
 
 def knock(kind, where):
     sock = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET)
@@ -83,7 +83,7 @@ print(opened, heard, flush=True)
 
 
 class Outsider:
-    """What it did, once it is over."""
+    """The outsider's counts, once it has ended."""
 
     opened = heard = 0
 

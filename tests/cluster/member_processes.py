@@ -1,4 +1,4 @@
-"""Real processes for tests: started, spoken to by lines, their output kept with its times."""
+"""Real processes for tests, which take commands as lines and whose output is recorded."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """A child whose stdout (JSON lines) and stderr are kept, each line with its time."""
+    """A child whose stdout (JSON lines) and stderr are recorded, each line with its time."""
 
     def __init__(self, source: str, *args: str, fds: Sequence[int] = (), **env: str) -> None:
         self.child = subprocess.Popen(
@@ -125,12 +125,12 @@ class Process:
     def expect(
         self, word: str, seconds: float, since: float = 0.0
     ) -> tuple[float, dict[str, object]]:
-        """The first JSON line with this word, and when it came."""
+        """Return the first JSON line with this word, and its time."""
         when, line = self._wait(self.out, word, seconds, since)
         return when, json.loads(line)
 
     def logged(self, word: str, seconds: float, since: float = 0.0) -> tuple[float, str]:
-        """The first line of the log with this word, and when it came."""
+        """Return the first log line with this word, and its time."""
         return self._wait(self.err, word, seconds, since)
 
     def has_logged(self, word: str) -> bool:
@@ -151,13 +151,13 @@ class Process:
         return hit
 
     def signal(self, number: signal.Signals) -> float:
-        """Send a signal to this child; return when."""
+        """Send a signal to this child; returns the time."""
         now = time.monotonic()
         self.child.send_signal(number)
         return now
 
     def ends(self) -> int:
-        """Wait for its end, and until all that it said is kept; the exit code."""
+        """Wait for its end and for all its output; returns the exit code."""
         code = self.child.wait(PATIENCE)
         for reader in self._readers:
             reader.join(PATIENCE)

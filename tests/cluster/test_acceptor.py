@@ -1,4 +1,4 @@
-"""A port under outsiders: members come in, strangers are few, and the log stays short."""
+"""A port under attack: members are accepted, strangers are few, and the log stays short."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 @contextmanager
 def opened() -> Iterator[tuple[Acceptor, tuple[str, int], SimpleQueue[socket.socket]]]:
-    """A door, where it is, and who came in."""
+    """An acceptor, its address, and the accepted connections."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     where: tuple[str, int] = listener.getsockname()
     inside: SimpleQueue[socket.socket] = SimpleQueue()
@@ -46,7 +46,7 @@ def opened() -> Iterator[tuple[Acceptor, tuple[str, int], SimpleQueue[socket.soc
 
 
 def enter(where: tuple[str, int], limit: float = 5.0) -> float:
-    """Come in as a member does, trying again where it was hung up on; the seconds it took."""
+    """Connect as a member does, with retries; returns the seconds it took."""
     start = time.monotonic()
     while True:
         try:
@@ -67,21 +67,21 @@ def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def worked(door: Acceptor) -> float:
-    """Seconds of a processor that its thread has had, whoever else was at work."""
+    """Return the processor seconds that the acceptor's thread has used."""
     assert door._thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(door._thread.ident))
 
 
 def test_a_member_comes_in_past_a_thousand_strangers() -> None:
     with opened() as (door, where, inside), crowd(1000, [f"{where[0]}:{where[1]}"]) as outsider:
-        eventually(lambda: door._count > 100)  # that say nothing
+        eventually(lambda: door._count > 100)  # silent strangers
         threads = [thread.name for thread in threading.enumerate()]
         assert threads.count("stratagem-acceptor") == 1 and "stratagem-greeting" not in threads
         began, before = time.monotonic(), worked(door)
         for _ in range(3):
             in_time(enter(where, 30), 30)
             inside.get(timeout=PATIENCE).close()
-            assert door._count <= doors.PLACES + 1  # the one that another goes for
+            assert door._count <= doors.PLACES + 1  # and the one that replaces another
             time.sleep(0.1)
         # what a job loses to them at most, which a wall clock shows on a quiet machine only
         took, share = time.monotonic() - began, 0.05
@@ -96,7 +96,7 @@ def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         ours = inside.get(timeout=PATIENCE)
         strangers = [socket.create_connection(where) for _ in range(12)]
         strangers[0].settimeout(PATIENCE)
-        assert strangers[0].recv(1) == b""  # the oldest went
+        assert strangers[0].recv(1) == b""  # the oldest was closed
         eventually(lambda: door._count == 4)
         ours.sendall(b"still here")
         assert member.recv(20) == b"still here"
@@ -106,7 +106,7 @@ def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_address_with_most_strangers_loses_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PLACES", 4)
-    monkeypatch.setattr(doors, "GREETING", PATIENCE)  # nobody goes for being late
+    monkeypatch.setattr(doors, "GREETING", PATIENCE)  # no stranger times out
     with opened() as (door, (_, port), _):
         first = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.9", 0))
         eventually(lambda: door._count == 1)
@@ -114,7 +114,7 @@ def test_the_address_with_most_strangers_loses_one(monkeypatch: pytest.MonkeyPat
         crowd[5].settimeout(PATIENCE)
         assert crowd[5].recv(1) == b""
         first.settimeout(0.2)
-        with pytest.raises(TimeoutError):  # older than all of them, and alone at its address
+        with pytest.raises(TimeoutError):  # the oldest, but alone at its address
             first.recv(1)
         for sock in (first, *crowd):
             sock.close()
@@ -122,7 +122,7 @@ def test_the_address_with_most_strangers_loses_one(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("after", [0, 5, 8, 39, 40, 71])
 def test_a_client_that_ends_is_told_as_that(after: int, said: Callable[[], list[str]]) -> None:
-    """A worker that is killed while it greets holds no wrong secret."""
+    """A worker that is killed during the greeting is not said to have a wrong secret."""
     with opened() as (_, where, inside):
         with socket.create_connection(where) as client:
             client.sendall((b"STRATGM\x04" + os.urandom(64))[:after])
@@ -136,7 +136,7 @@ def test_a_client_that_ends_is_told_as_that(after: int, said: Callable[[], list[
 
 @pytest.mark.parametrize("after", [0, 8, 40, 60])
 def test_a_server_that_ends_is_told_as_that(after: int) -> None:
-    """Whatever it has said: only the refusal of a proof speaks of the secret."""
+    """At any point: only the refusal of a proof mentions the secret."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -173,10 +173,10 @@ def test_the_log_stays_short(said: Callable[[], list[str]]) -> None:
             with socket.create_connection(where) as sock:
                 sock.sendall(words)
                 sock.settimeout(PATIENCE)
-                with suppress(ConnectionResetError):  # not all that was said was read
+                with suppress(ConnectionResetError):  # unread bytes reset the connection
                     while sock.recv(100):
                         continue
-        assert len(said()) == 2  # a kind that was not seen before is told at once
+        assert len(said()) == 2  # a new kind is logged at once
     assert "refused 31 more connections to ps 0" in said()[2] and "127.0.0.1" in said()[2]
 
 
@@ -197,7 +197,7 @@ def test_a_refusal_is_no_silent_end() -> None:
 
 
 class Broken(logging.Handler):
-    """A handler of the user's that raises."""
+    """A logging handler of the user's that raises."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         raise RuntimeError(f"cannot log {record.getMessage()}")
@@ -230,7 +230,7 @@ def test_an_unforeseen_error_does_not_shut_the_port(
 
 
 def test_a_door_that_was_never_opened_is_closed() -> None:
-    where = "127.0.0.1", free_ports(1)[0]  # which nobody else is given when it is closed
+    where = "127.0.0.1", free_ports(1)[0]  # not an ephemeral port, which another process could get
     listener = socket.create_server(where)
     door = Acceptor(listener, SECRET, SimpleQueue[socket.socket]().put, "ps 0")
     assert door.close() and not door.close()

@@ -1,4 +1,4 @@
-"""The place that each scheduler gives, from the variables it really sets."""
+"""The place that each scheduler gives, from the variables that it sets in reality."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stratagem.cluster.parsing import endpoint
 from stratagem.cluster.spec import Place, Task
 from stratagem.errors import ClusterError
 
-calm = settings(deadline=None)  # a busy machine is no failure
+calm = settings(deadline=None)  # a busy machine may be slow
 Environ = dict[str, str]
 
 
@@ -254,7 +254,7 @@ def test_torchrun_alone() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = found({**alone, "MASTER_ADDR": "a-name", "MASTER_PORT": "45715"})
     assert (place.rank, place.size, place.is_chief, place.local_rank) == (0, 1, True, 0)
-    assert place.chief_address == "127.0.0.1:45716"  # all ranks are here: nobody else need come
+    assert place.chief_address == "127.0.0.1:45716"  # all ranks are on this node
 
 
 def test_a_rendezvous_set_by_hand_without_local_ranks() -> None:

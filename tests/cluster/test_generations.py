@@ -1,4 +1,4 @@
-"""Tasks leave an elastic job and join it: real processes, one membership after another."""
+"""Real processes leave and join an elastic job, one membership after another."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_two_deaths_at_once(start: Start) -> None:
     "start", [{"dies": [2, "coming"]}, {"dies": [2, "started"]}], indirect=True
 )
 def test_a_second_death_while_the_others_come_together(start: Start) -> None:
-    """The survivors of both are not refused, and make up a generation."""
+    """The survivors of both are not refused, and form a generation."""
     tasks = [start(i) for i in range(4)]
     for task in tasks:
         works(task, [0, 1, 2, 3])
@@ -156,7 +156,7 @@ def test_without_the_chief_the_job_ends(start: Start) -> None:
 
 @pytest.mark.parametrize("start", [{"outside": True}], indirect=True)
 def test_with_a_hub_outside_the_next_is_the_chief(start: Start) -> None:
-    """One that has only come is never first: it has nothing that others could go on from."""
+    """A new task is never the chief, as it has no state."""
     tasks = [start(i) for i in range(3)]
     hub: GenerationHub = start.hub  # type: ignore[attr-defined]
     for task in tasks:
@@ -171,12 +171,12 @@ def test_with_a_hub_outside_the_next_is_the_chief(start: Start) -> None:
     for task in (tasks[2], tasks[0]):
         works(task, [2, 0], when)
     assert hub.does_without("worker 2") and not hub.does_without("worker 3")
-    hub.open(None)  # the chief is in no call that others can go on with
+    hub.open(None)  # the chief is between two calls
     assert hub.does_without("worker 0") and not hub.does_without("worker 2")
     when = tasks[2].signal(signal.SIGKILL)
     works(tasks[0], [0], when)
     assert not hub.does_without("worker 2")
-    tasks[2] = start(2)  # what it did is done by another now, and it joins as any
+    tasks[2] = start(2)  # another task is the chief now, and this one joins as any task
     for task in (tasks[0], tasks[2]):
         works(task, [0, 2], when)
     assert hub.does_without("worker 2")
@@ -221,7 +221,7 @@ def test_too_few_are_left(start: Start) -> None:
 
 
 def test_a_stranger_interrupts_nobody(start: Start) -> None:
-    """One that knows the secret and names another cluster is refused while the others work."""
+    """A task that knows the secret but names another cluster is refused meanwhile."""
     tasks = [start(i) for i in range(3)]
     chief = start.addresses[0]  # type: ignore[attr-defined]
     for task in tasks:

@@ -1,4 +1,4 @@
-"""The handshake lets in who knows the secret and nobody else, and never hangs."""
+"""The handshake accepts only peers that know the secret, and never hangs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def prove_or_hang_up(sock: socket.socket, secret: bytes, server: bool, limit: fl
 
 
 def meet(server_secret: bytes, client_secret: bytes) -> list[BaseException | None]:
-    """What the server and the client make of each other; each hangs up when it has failed."""
+    """Return the results of the server and the client; each hangs up when it has failed."""
     with pair() as (server, client):
         thread, first = outcome(lambda: prove_or_hang_up(server, server_secret, True, 20))
         other, second = outcome(lambda: prove_or_hang_up(client, client_secret, False, 20))
@@ -149,7 +149,7 @@ def test_garbage_is_refused(server: bool, said: bytes) -> None:
 
 
 def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseException | None:
-    """A server's verdict on a true client's 72 bytes, cut short or with one bit changed."""
+    """Return a server's verdict on a valid client's 72 bytes, cut or with one bit changed."""
 
     def say(sock: socket.socket, part: bytes, start: int) -> None:
         data = bytearray(part)

@@ -1,4 +1,4 @@
-"""Where a task listens when its address is none of this machine's."""
+"""Listening on an address that this machine does not have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stratagem.cluster import sockets
 from stratagem.errors import ClusterError
 from tests.ports import free_ports
 
-ELSEWHERE = "192.0.2.1"  # an address of nobody's
+ELSEWHERE = "192.0.2.1"  # reserved for documentation
 
 
 def unknown(*_: object) -> Any:
@@ -30,7 +30,7 @@ def elsewhere(*_: object) -> Any:
 def test_a_loopback_address_is_never_widened(
     monkeypatch: pytest.MonkeyPatch, resolve: Any, words: str
 ) -> None:
-    """No secret was asked for it: as [::1] where IPv6 is off, or localhost without /etc/hosts."""
+    """It needed no secret; as [::1] where IPv6 is off, or localhost without /etc/hosts."""
     monkeypatch.setattr(sockets, "resolve", resolve)
     for host in ("localhost", "[::1]", "127.0.0.1"):
         with pytest.raises(ClusterError, match=rf"ps 0 cannot listen on .*{words}"):

@@ -1,4 +1,4 @@
-"""The cluster as a value: who is chief, who has which rank, and every way to get it wrong."""
+"""ClusterSpec as a value: the chief, the ranks, and every mistake in a cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stratagem.cluster.environment import from_tf_config
 from stratagem.cluster.spec import ROLES, ClusterSpec, Place, Task
 from stratagem.errors import ClusterError
 
-calm = settings(deadline=None)  # a busy machine is no failure
+calm = settings(deadline=None)  # a busy machine may be slow
 HOSTS = st.one_of(
     st.from_regex(r"[a-z][a-z0-9_.-]{0,8}", fullmatch=True),
     st.ip_addresses(v=4).map(str),
@@ -36,7 +36,7 @@ JSON = st.recursive(
 
 @st.composite
 def job_dicts(draw: st.DrawFn) -> dict[str, list[str]]:
-    """Any valid cluster."""
+    """Draw any valid cluster."""
     addresses = draw(st.lists(ADDRESSES, min_size=1, max_size=12, unique=True))
     jobs: dict[str, list[str]] = {}
     for role in draw(st.permutations(ROLES)):

@@ -1,4 +1,4 @@
-"""The formulas of compressed all-reduces for all replicas in one process, as papers print them."""
+"""Reference formulas of the compressions, as in the papers, for all replicas in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import stratagem as sg
 
-Parts = list[Tensor]  # of one replica: its numbers, parameter by parameter
+Parts = list[Tensor]  # one replica's numbers, by parameter
 
 
 def int8(parts: Parts, block: int) -> Parts:
@@ -49,7 +49,7 @@ def compressed(wire: Any) -> Callable[[Parts], Parts]:
 
 
 class Replicas:
-    """Gradients of N replicas, by parameter in the order of the wire, to one gradient."""
+    """A compressed all-reduce of N replicas; parameters are in the order of the wire."""
 
     def __init__(self, wire: Any, named: list[tuple[str, Tensor]], count: int) -> None:
         self.wire, self.count, self.step = wire, count, 0
@@ -133,7 +133,7 @@ class Replicas:
 
 
 class Pushes:
-    """What one worker sends to servers that hold whole parameters, and what it keeps."""
+    """A worker's compressed pushes to servers that hold whole parameters, and its residuals."""
 
     def __init__(self, wire: Any, named: dict[str, Tensor]) -> None:
         self.wire, self.step = wire, 0

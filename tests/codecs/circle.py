@@ -1,4 +1,4 @@
-"""Replicas that are threads of one process: what each of them returns, in rank order."""
+"""Replicas as threads of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Circle(Collective):
-    """One of them; messages lie on a board that all see."""
+    """The collective of one such replica; messages are in a list that all threads share."""
 
     def __init__(self, rank: int, board: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
@@ -51,7 +51,7 @@ class Circle(Collective):
 
 
 def together(count: int, act: Callable[[Circle], T]) -> list[T]:
-    """Have each of `count` replicas do it at the same time."""
+    """Run a function on `count` replicas at once; returns their results by rank."""
     board, barrier = [torch.empty(0)] * count, threading.Barrier(count)
 
     def one(rank: int) -> T:

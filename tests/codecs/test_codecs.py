@@ -41,7 +41,7 @@ def test_cast_rounds_once(values: list[float]) -> None:
     st.floats(-4, 4, width=16),
 )
 def test_codecs(values: list[float], wire: str | None, dtype: torch.dtype, factor: float) -> None:
-    """What comes out went in, rounded once; adding is adding; memory is taken as announced."""
+    """Decoding returns the numbers rounded once, or adds them; sizes are as declared."""
     codec: Codec = codec_for(wire, dtype)
     flat = torch.tensor(values, dtype=dtype)
     encoded = codec.encode(flat)
@@ -56,7 +56,7 @@ def test_codecs(values: list[float], wire: str | None, dtype: torch.dtype, facto
     total = torch.ones_like(flat)
     codec.decode_add(encoded, total, factor)
     assert torch.allclose(total, 1 + factor * rounded, rtol=1e-6, atol=1e-6)
-    codec.encode(out, encoded)  # a number that was rounded once stays as it is
+    codec.encode(out, encoded)  # rounding twice changes nothing
     codec.decode(encoded, out)
     assert torch.equal(out, rounded)
 

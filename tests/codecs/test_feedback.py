@@ -1,4 +1,4 @@
-"""Reducers with error feedback, on 1 to 5 replicas: the promises that each of them keeps."""
+"""Properties of every reducer with error feedback, on 1 to 5 replicas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradient(seed: int, step: int, rank: int) -> Tensor:
 
 
 class Training:
-    """One replica's way through some steps."""
+    """One replica that reduces some steps."""
 
     def __init__(self, wire: Compression, circle: Circle, *, undoes: bool = False) -> None:
         self.rank = circle.rank
@@ -72,7 +72,7 @@ class Training:
 def test_who_is_ahead_goes_back_a_step_and_the_dead_take_theirs_along(
     wire: Compression, count: int, seed: int, dead: int
 ) -> None:
-    """A step is done again by those who are left, one of whom had made it already."""
+    """The remaining replicas repeat a step, which one of them had finished."""
     dead = dead % count
 
     def before(circle: Circle, ahead: int) -> Feedback:
@@ -110,7 +110,7 @@ def test_who_is_ahead_goes_back_a_step_and_the_dead_take_theirs_along(
 
 
 def train(wire: Compression, count: int, seed: int, steps: int, empty: int = -1) -> Any:
-    """Of each replica: the sums of all steps, and what it keeps then. `empty` has no rows."""
+    """Return each replica's sums of all steps, and its residuals; replica `empty` has no rows."""
 
     def one(circle: Circle) -> tuple[list[Tensor], dict[str, Tensor]]:
         training = Training(wire, circle)
@@ -134,7 +134,7 @@ def test_the_same_bits_everywhere(wire: Compression, count: int, seed: int, empt
 def test_what_was_sent_and_what_is_kept_is_all_there_was(
     wire: Compression, count: int, seed: int
 ) -> None:
-    """Also of a replica that has no rows in some steps: what it has kept still travels."""
+    """The residual of a replica without rows in some steps still travels."""
     steps, empty = 6, count - 1
 
     def one(circle: Circle) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +182,7 @@ def test_all_numbers_with_momentum_are_momentum_sgd(dense: bool, count: int, see
 def test_a_number_that_is_none_reaches_all_and_is_forgotten(
     wire: Compression, count: int, seed: int, what: str, where: int
 ) -> None:
-    """The whole step is NaN on all, and the next steps are as if it had not been."""
+    """The step is NaN on all replicas, and the next steps are as if it had not happened."""
 
     def one(circle: Circle) -> list[Tensor]:
         training, rank = Training(wire, circle), circle.rank
@@ -254,7 +254,7 @@ def test_others_go_on_with_all_that_was_kept(
 @settings(max_examples=20, deadline=None)
 @given(replicas, seeds)
 def test_low_ranks_find_a_matrix_of_low_rank(count: int, seed: int) -> None:
-    """Exactly where the rank is enough, and all zeros are no trouble before and after."""
+    """It is exact if the rank suffices, also after and before gradients of zeros."""
     dice = torch.Generator().manual_seed(seed)
     left = torch.randn(count, 20, 2, generator=dice, dtype=torch.float64)
     right = torch.randn(30, 2, generator=dice, dtype=torch.float64)
@@ -282,7 +282,7 @@ def test_low_ranks_find_a_matrix_of_low_rank(count: int, seed: int) -> None:
 def test_whose_gradient_is_whose_does_not_matter_to_low_ranks(
     wire: Compression, count: int, seed: int, data: Any
 ) -> None:
-    """It is the sum that is approximated, so ranks in another order change the rounding alone."""
+    """The sum is approximated, so the order of ranks changes only the rounding."""
     order = data.draw(st.permutations(range(count)))
 
     def one(circle: Circle, ranks: list[int]) -> list[Tensor]:
@@ -310,7 +310,7 @@ def test_warm_starts_come_near_the_best_of_that_rank() -> None:
     for _ in range(8):
         flat.copy_(values.reshape(-1))
         for memory in made._memories.values():
-            memory.kept["residual"].zero_()  # the power method alone
+            memory.residual.kept.zero_()  # the power method alone
         made.reduce(flat, 1.0).wait()
         made.end_step()
         errors.append(float((values - flat.view(40, 60)).norm() / best))
@@ -319,7 +319,7 @@ def test_warm_starts_come_near_the_best_of_that_rank() -> None:
 
 class _Nobody:
     def wait(self, seconds: float) -> None:
-        """There is no other."""
+        """Do nothing: there is no other replica."""
 
 
 _NOBODY: Any = _Nobody()

@@ -1,4 +1,4 @@
-"""What one worker pushes instead of a gradient: the promises that every compression keeps."""
+"""Properties of every compression of pushes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ seeds = st.integers(0, 10**6)
 
 
 class Worker:
-    """Pushes whole variables, and decodes what a server would."""
+    """Pushes whole variables, and decodes them as a server does."""
 
     def __init__(self, wire: Compression) -> None:
         self.wire = wire
@@ -76,7 +76,7 @@ def same(a: list[Tensor], b: list[Tensor], near: float = 0.0) -> bool:
 @settings(max_examples=14)
 @given(record, seeds)
 def test_what_is_left_out_is_kept(wire: Compression, seed: int) -> None:
-    """sent + kept = gradient (or its momentum) + what was kept before."""
+    """sent + residual = gradient (or its momentum) + residual before."""
     worker, momentum = Worker(wire), getattr(wire, "momentum", 0.0)
     for step in range(5):
         before, given = worker.kept() if step else None, gradients(seed, step)
@@ -131,7 +131,7 @@ def test_what_is_saved_goes_on_bit_for_bit(wire: Compression, seed: int) -> None
 def test_another_number_of_workers_shares_what_was_kept(
     wire: Compression, seed: int, count: int, mean: bool
 ) -> None:
-    """By the sum where each push makes an update, by the mean where all make one."""
+    """The sum if each push makes an update, the mean if all pushes make one."""
     three = [Worker(wire) for _ in range(3)]
     for i, worker in enumerate(three):
         for step in range(3):

@@ -1,4 +1,4 @@
-"""Compressions of a part of a gradient: what is sent and what is left are what there was."""
+"""Slice codecs: what is sent plus the residual is the input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_adds_up(sent: Tensor, left: Tensor, values: Tensor) -> None:
 def test_the_largest_are_sent_as_they_are(
     seed: int, lengths: list[int], dtype: torch.dtype, share: float
 ) -> None:
-    """Bit for bit, so many of each parameter; the rest is smaller than (1 - share) of all."""
+    """The right number of each parameter, exact; the rest is at most (1 - share) of the norm."""
     values, codec = drawn(seed, sum(lengths), dtype), TopK(share)
     sent, left = sent_and_left(codec, values, lengths)
     assert torch.equal(sent + left, values) and not (sent * left).any()
@@ -68,7 +68,7 @@ def test_the_largest_are_sent_as_they_are(
 def test_few_numbers_get_the_bits_of_many(
     codec: Any, seed: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    """Small slices are encoded by shorter calls, to the same bytes."""
+    """`take_few` and `add_few` give the same bytes as `take` and `add`."""
     values, found = drawn(seed, sum(lengths), dtype), []
     for small in (0, 1 << 14):
         with pytest.MonkeyPatch.context() as patch:
@@ -106,7 +106,7 @@ def test_the_order_of_numbers_does_not_matter_to_the_largest(
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from([1, 37, 400, 20_000]))
 def test_a_sample_finds_the_same_as_a_sort(seed: int, kind: int, count: int) -> None:
-    """With many zeros, many ties, and the large ones where the sample does not look."""
+    """With many zeros, many ties, and large numbers outside of the sample."""
     dice = np.random.default_rng(seed)
     values = dice.standard_normal(40_000).astype(np.float32)
     if kind == 1:
@@ -138,7 +138,7 @@ def test_eight_bits_are_off_by_half_a_scale(
 
 @given(st.integers(0, 10**6), LENGTHS, DTYPES)
 def test_signs_with_the_mean_size(seed: int, lengths: list[int], dtype: torch.dtype) -> None:
-    """Contracts by norm1^2 / (d norm2^2), as is proved of it."""
+    """The residual contracts by norm1^2 / (d norm2^2), as proved in the paper."""
     values = drawn(seed, sum(lengths), dtype)
     sent, left = sent_and_left(Sign(), values, lengths)
     assert_adds_up(sent, left, values)
@@ -154,7 +154,7 @@ def test_signs_with_the_mean_size(seed: int, lengths: list[int], dtype: torch.dt
 def test_signs_of_long_slices_are_taken_in_parts(
     seed: int, lengths: list[int], dtype: torch.dtype
 ) -> None:
-    """Of eight numbers here, and parameters begin and end in the midst of them."""
+    """With parts of eight numbers, in which parameters begin and end."""
     values = drawn(seed, sum(lengths), dtype)
     whole = sent_and_left(Sign(), values, lengths)
     with patch.object(sign, "_AT_ONCE", 8):

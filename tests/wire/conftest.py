@@ -1,4 +1,4 @@
-"""Fixtures of the wire: each kind of connection, and what is logged."""
+"""Fixtures: each kind of connection, and the log."""
 
 from __future__ import annotations
 

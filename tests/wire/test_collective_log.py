@@ -27,7 +27,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 def test_what_is_written_is_read(
     entries: list[tuple[str, int, int, bytes]], data: st.DataObject
 ) -> None:
-    """In order, whenever the reader looks."""
+    """Entries are read in order, whenever the reader reads."""
     near, far = socket.socketpair()
     with near, far:
         log = CollectiveLog(8, 0)

@@ -36,15 +36,15 @@ OPS = {
     "hierarchical": sg.HierarchicalCopyAllReduce(),
     "three packs": sg.HierarchicalCopyAllReduce(num_packs=3),
     "one device": sg.ReductionToOneDevice(),
-    "last device": None,  # filled in when the number is known
+    "last device": None,  # set when the size is known
 }
 SIZES = [2, 3, 5]
 LENGTHS = [1, 17, 10_007]
-#: what one rounding to the type may cost; packs round once more
+#: the error of one rounding to the type; packs round once more
 TYPES = {torch.float64: 1e-15, torch.float32: 3e-7, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-#: every operation with an even and an odd number is quick enough for every time
+#: an even and an odd size are quick enough to run every operation
 RARE = [(5, "one device"), (5, "last device"), (2, "three packs"), (3, "hierarchical")]
 
 
@@ -68,18 +68,18 @@ def several(request: pytest.FixtureRequest) -> Iterator[sg.MirroredStrategy]:
 
 
 def part(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """The numbers of one replica: positive, so that sums do not cancel."""
+    """Return one replica's numbers: positive, so that sums do not cancel."""
     dice = torch.Generator().manual_seed(1000 * rank + length)
     return (torch.rand(length, generator=dice, dtype=torch.float64) + 0.1).to(dtype)
 
 
 def everywhere(on: sg.MirroredStrategy, work: Callable[[Collective], Any]) -> list[Any]:
-    """What `work` returns on every replica."""
+    """Return the results of `work` on every replica."""
     return on.run(lambda: work(sg.current_replica().collective))
 
 
 def agree(parts: list[Tensor], expected: Tensor, dtype: torch.dtype) -> None:
-    """All hold the same bits, and the sum to within a rounding."""
+    """All replicas hold the same bits, and the sum to within a rounding."""
     for each in parts:
         assert each.dtype == dtype
         assert torch.equal(each, parts[0]), "replicas differ"
@@ -109,7 +109,7 @@ def test_all_reduce_is_the_plain_sum(several: sg.MirroredStrategy) -> None:
 
 
 def test_two_sixteen_bit_numbers_are_added_up_in_fp32(several: sg.MirroredStrategy) -> None:
-    """Whatever bits they have: rounded once, to even, infinities and numbers near zero, too."""
+    """All bit patterns: rounded once, to even, infinities and subnormal numbers included."""
     if several.num_replicas_in_sync != 2:
         pytest.skip("of more the order counts")
 
@@ -132,7 +132,7 @@ def test_two_sixteen_bit_numbers_are_added_up_in_fp32(several: sg.MirroredStrate
 
 
 def test_weights(several: sg.MirroredStrategy) -> None:
-    """Unequal ones, as shares of a batch are; a weight of zero hides whatever is there."""
+    """Weights may differ, as shares of a batch do; a weight of zero erases the content."""
     count = several.num_replicas_in_sync
 
     def weight(rank: int) -> float:
@@ -160,7 +160,7 @@ def test_weights(several: sg.MirroredStrategy) -> None:
 
 
 def test_order_of_reductions_nobody_waits_for(several: sg.MirroredStrategy) -> None:
-    """Types and sizes by turns, so that they take different ways; replicas that drift apart."""
+    """Alternating types and sizes, which take different paths, on replicas of varying speed."""
     count = several.num_replicas_in_sync
     kinds = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float16]
     jobs = [(kinds[i % len(kinds)], 1 + 997 * (i % 7)) for i in range(30)]
@@ -171,7 +171,7 @@ def test_order_of_reductions_nobody_waits_for(several: sg.MirroredStrategy) -> N
             flats.append(torch.full((length,), float(i + 1), dtype=dtype))
             pending.append(collective.all_reduce(flats[-1]))
             if (i + collective.rank) % 4 == 0:
-                torch.rand(50_000).sort()  # not everybody is equally fast
+                torch.rand(50_000).sort()  # some replicas are slower
         for each in reversed(pending):
             each.wait()
         assert all((flat == flat[0]).all() for flat in flats)
@@ -185,7 +185,7 @@ def message(rank: int, size: int) -> Tensor:
 
 
 def test_messages_of_any_size(several: sg.MirroredStrategy) -> None:
-    """Empty, around the 64 KiB that fit into a mailbox, larger; all sizes at once, in any order."""
+    """Empty, around the 64 KiB of a mailbox, and larger; in any order."""
     count = several.num_replicas_in_sync
     sizes = [0, 1, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 200_000]
 
@@ -208,7 +208,7 @@ def test_messages_of_any_size(several: sg.MirroredStrategy) -> None:
 
 
 def test_broadcast_from_everyone(several: sg.MirroredStrategy) -> None:
-    """Bytes and tensors of several types and shapes, an empty and a large one among them."""
+    """Bytes and tensors of several types and shapes, also an empty and a large one."""
     count = several.num_replicas_in_sync
     shapes = [(3, 5), (), (0,), (100, 250)]
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -232,7 +232,7 @@ def test_broadcast_from_everyone(several: sg.MirroredStrategy) -> None:
 
 
 def test_barriers_hold_everybody_back(several: sg.MirroredStrategy) -> None:
-    """Many in a row: what was written before one is there behind it."""
+    """Writes before a barrier are visible after it, many times in a row."""
     count = several.num_replicas_in_sync
 
     def work(collective: Collective) -> bool:
@@ -246,7 +246,7 @@ def test_barriers_hold_everybody_back(several: sg.MirroredStrategy) -> None:
 
 
 def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> None:
-    """A stale read or a lost write in shared memory would show here sooner or later."""
+    """To reveal a stale read or a lost write in shared memory."""
     count = several.num_replicas_in_sync
 
     def work(collective: Collective) -> Tensor:
@@ -266,7 +266,7 @@ def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> Non
 
 
 class Work:
-    """A process group's work that ends just after a glance at it has timed out."""
+    """Work that ends just after a wait for it has timed out."""
 
     def __init__(self, error: str | None) -> None:
         self.error, self.ended = error, False
@@ -296,7 +296,7 @@ def test_work_that_ends_between_two_looks(error: str | None) -> None:
             group.wait(Work(error))
 
 
-#: none, a short one, just short enough to travel at once, just too long, not to stand with others
+#: empty, short, just short enough for one message, just too long, too long to be held back
 BYTES = [0, 5, 1008, 1009, (1 << 20) + 1, 7]
 
 
@@ -320,7 +320,7 @@ def test_messages_of_all_lengths(several: sg.MirroredStrategy) -> None:
 
 
 def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
-    """Also around what all do together; nobody waits for what is not said."""
+    """Also around collectives; no replica waits for a message that is held back."""
 
     def work(collective: Collective) -> tuple[list[list[int]], int]:
         leads, found, sent = collective.rank == 0, [], [0]
@@ -338,7 +338,7 @@ def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
             mine = torch.full((length,), number, dtype=torch.uint8)
             told = collective.broadcast_bytes(mine if leads else None)
             if leads:
-                mine.zero_()  # what was said is said
+                mine.zero_()  # the message is a copy
             else:
                 found.append([len(told), int(told.sum())])
 
@@ -370,8 +370,8 @@ def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
 
 
 def test_who_knows_of_a_death_says_nothing_more(several: sg.MirroredStrategy) -> None:
-    """A short message to the dead would not fail, and who speaks would be ahead of who listens;
-    one that joins is no reason to break off in mid-sentence."""
+    """Sending a short message to a dead peer would not fail, and the sender would run ahead; one
+    that joins is no reason to raise."""
     if several.num_replicas_in_sync == 1 or several.replica_group.start().collective.shares_memory:
         pytest.skip("they wait for each other")
 
@@ -394,12 +394,12 @@ def test_who_knows_of_a_death_says_nothing_more(several: sg.MirroredStrategy) ->
     assert everywhere(several, work)[0] == ["ReplicaLost", "ReplicaStalled", "ReplicaFailed"]
 
 
-#: what may be known of a member; the last one is no loss
+#: kinds of trouble; the last one is no loss
 KINDS: tuple[Kind, ...] = ("died", "stalled", "failed", "joined")
 
 
 def test_a_forked_process_may_drop_the_group_of_its_parent() -> None:
-    """As a DataLoader's worker does whose parent has regrouped: there are no threads to join."""
+    """As in a DataLoader's worker whose parent has regrouped: there are no threads to join."""
     limit = timedelta(seconds=9)
     store = MeetingStore(Membership.alone(), "forked", limit)
     meeting = Meeting(store, "127.0.0.1", limit, lambda _: None)

@@ -1,4 +1,4 @@
-"""The table of device kinds is the only place that knows a kind's own calls."""
+"""Only the table of device kinds makes a kind's own calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(stratagem.__file__).parent
 
 
 def test_nobody_else_calls_a_kind() -> None:
-    """So that no call for a GPU is on the way of a replica that has none."""
+    """So a replica without a GPU makes no call for one."""
     calls = re.compile(r"\btorch\.(cuda|mps|tpu)\b")
     found = {
         f"{path.relative_to(ROOT)}:{number}"

@@ -1,4 +1,4 @@
-"""NamedTuples in batches that one process reads for all: they are such on every replica."""
+"""Batches of NamedTuples that one process reads for all replicas stay NamedTuples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One sum in shared memory: the numbers of a plain sum, in one order, whoever comes first."""
+"""OrderedSum equals a plain sum, in rank order, whichever replica is first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_sums_of_whatever_is_given(
     sizes: list[int], count: int, passes: list[int], window: int, draw: st.DataObject
 ) -> None:
-    """Several steps of several passes; any replica may leave out any part."""
+    """Several steps of several passes; any replica may skip any part."""
     sizes = [*sizes, 9]
     given_here: Any = {}
     dice = torch.Generator().manual_seed(draw.draw(st.integers(0, 99)))
@@ -74,7 +74,7 @@ def test_sums_of_whatever_is_given(
 
 
 def test_who_is_early_keeps_a_window_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two is early; it holds no more than the window and one part."""
+    """The second of two replicas is early; it keeps at most the window and one part."""
     parts, size = 12, 1000
     most, made = 4 * 4 * size, dict[int, OrderedSum]()
     monkeypatch.setattr(ordered_sum, "_PATIENCE", PATIENCE)
@@ -96,7 +96,7 @@ def test_who_is_early_keeps_a_window_and_waits(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nobody_waits_for_ever_in_mid_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first has nothing to add, and waits for the second before it says so."""
+    """The first replica adds nothing, and waits for the second before it ends the pass."""
     monkeypatch.setattr(ordered_sum, "_PATIENCE", 0.05)
 
     def work(collective: SharedMemoryCollective) -> None:

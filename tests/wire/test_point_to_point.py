@@ -1,4 +1,4 @@
-"""Sums and exchanges message by message: exact, the same for all, received before sent."""
+"""Point-to-point sums and exchanges: exact, equal on all ranks, receives before sends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stratagem.wire.point_to_point import BackgroundWork, pass_on, sum_half
+from stratagem.wire.point_to_point import BackgroundWork, exchange, sum_half
 from tests.clock import PATIENCE, in_time
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,20 +24,20 @@ pytestmark = pytest.mark.timeout(60)
 
 @dataclass
 class Post:
-    """What members of a group hand to each other, by sender, receiver and tag."""
+    """The messages between members of a group, by sender, receiver and tag."""
 
     size: int
     boxes: dict[tuple[int, int, int], Queue[Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
-        # All of them now: two threads that miss the same one would make it twice.
+        # All created here, as two threads could create the same one twice.
         ranks = range(self.size)
         self.boxes = {(a, b, tag): Queue() for a in ranks for b in ranks for tag in (6, 7)}
 
 
 @dataclass
 class Member:
-    """As much of a group of Gloo as a sum needs."""
+    """The part of a Gloo group that a sum uses."""
 
     post: Post
     rank: int
@@ -71,7 +71,7 @@ class Arriving:
 
 
 def added(values: Tensor) -> tuple[list[Tensor], list[Member]]:
-    """Every row by a member of its own."""
+    """Sum the rows, each on a member of its own."""
     post = Post(len(values))
     members = [Member(post, rank) for rank in range(len(values))]
     flats = [row.clone() for row in values]
@@ -102,7 +102,7 @@ def test_sums_are_rounded_once_and_alike(
 
 
 def test_all_is_offered_to_be_received_before_anything_is_sent() -> None:
-    """Or whoever comes late sends first, and the others' messages wait behind it."""
+    """Otherwise a late member sends first, and its peers' messages wait behind that."""
     _, members = added(torch.ones(4, 10, dtype=torch.bfloat16))
     for member in members:
         kinds = [kind for kind, _ in member.said]
@@ -111,12 +111,12 @@ def test_all_is_offered_to_be_received_before_anything_is_sent() -> None:
 
 
 def test_an_exchange_offers_to_receive_before_it_sends() -> None:
-    """Over a slow link an exchange that does not takes twice as long: one way, then the other."""
+    """Otherwise an exchange over a slow link takes twice as long: one way, then the other."""
     post = Post(2)
     members = [Member(post, rank) for rank in range(2)]
     rows, found = torch.tensor([[1, 2], [3, 4]]), torch.zeros(2, 2, dtype=torch.int64)
     works = [
-        BackgroundWork(pass_on, each, [(1 - i, rows[i])], [(1 - i, found[i])], 6)
+        BackgroundWork(exchange, each, [(1 - i, rows[i])], [(1 - i, found[i])], 6)
         for i, each in enumerate(members)
     ]
     for work in works:

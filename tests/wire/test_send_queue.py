@@ -1,4 +1,4 @@
-"""Large bodies one after the other, over real sockets: two addresses here are two hosts."""
+"""SendQueue over real sockets; two addresses stand for two hosts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="turns are for Linux"),
 ]
-SIZE = 16 << 20  # more than any kernel buffers by itself
+SIZE = 16 << 20  # more than the kernel buffers
 
 
 class Line:
-    """A stream from here to a reader."""
+    """A connection to a reader."""
 
     def __init__(self, stack: ExitStack, reader: str = "127.0.0.2") -> None:
         with socket.create_server(("127.0.0.1", 0)) as door:
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def arrived(self) -> bool:
-        """Whether anything is there to be read; the socket stays as it is, for another reader."""
+        """Whether there is anything to read; reads nothing."""
         try:
             return bool(self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -65,7 +65,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is overtaken, and no turn is in vain, unless a test says so."""
+    """By default no stream is overtaken, and no turn is in vain."""
     monkeypatch.setattr(module, "STILL", 60.0)
     monkeypatch.setattr(module, "_BUSY", 2.0)
 
@@ -76,7 +76,7 @@ def begun(line: Line) -> None:
 
 
 def under_way(pool: ThreadPoolExecutor, turns: SendQueue, line: Line) -> Future[None]:
-    """Somebody's turn, which lasts until its line is read."""
+    """A stream's turn, which lasts until its connection is read."""
     held = pool.submit(line.send, turns)
     begun(line)
     return held
@@ -140,7 +140,7 @@ def test_who_reads_as_slowly_as_others_keeps_its_turn(
     held = under_way(pool, turns, slow)
     sent = pool.submit(other.send, turns)
     for _ in range(8):
-        slow.read(1 << 20)  # less than the kernels of both sides hold, but something arrives
+        slow.read(1 << 20)  # less than both kernels buffer, but some bytes arrive
         time.sleep(0.05)
     unless_late(not other.arrived, "nothing was read for as long as that is forgiven")
     slow.read(SIZE - (8 << 20))
@@ -154,7 +154,7 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
 ) -> None:
     monkeypatch.setattr(module, "STILL", 0.1)
     turns, slow, other, third = SendQueue(), Line(stack), Line(stack), Line(stack)
-    turns._best = 1e9  # as others have read
+    turns._best = 1e9  # the rate of other peers
     over = threading.Event()
 
     def trickle() -> None:
@@ -173,7 +173,7 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
     with pytest.raises(OSError):
         held.result(timeout=20)
     assert slow.sender in turns._slow and not turns._sending
-    # the next time nobody is held up by it
+    # it delays no stream the next time
     again = Line(stack)
     turns._slow.add(again.sender)
     held = under_way(pool, turns, again)
@@ -189,7 +189,7 @@ def test_who_reads_more_slowly_than_others_is_overtaken_and_waited_for_no_more(
 def test_several_at_once_have_a_part_of_the_line_each(
     stack: ExitStack, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who shares the line with two others is not slow for that."""
+    """A stream that shares the link with two others is not slow."""
     monkeypatch.setattr(module, "STILL", 0.1)
     turns, lines, other = SendQueue(), [Line(stack) for _ in range(3)], Line(stack)
     turns.at_once = 3
@@ -197,13 +197,13 @@ def test_several_at_once_have_a_part_of_the_line_each(
 
     def trickle(line: Line) -> None:
         while not over.wait(0.02):
-            line.read(1 << 18)  # some 10 MB a second
+            line.read(1 << 18)  # about 10 MB a second
 
     reading = [pool.submit(trickle, line) for line in lines]
     held = [pool.submit(line.send, turns, 4 * SIZE) for line in lines]
     for line in lines:
         begun(line)
-    turns._best = 25e6  # of a line that one had for itself
+    turns._best = 25e6  # the rate of one stream alone
     sent = pool.submit(other.send, turns)
     time.sleep(0.5)
     unless_late(turns._busy() == 3, "they were read more slowly than that is forgiven")

@@ -76,7 +76,7 @@ def test_nothing_is_left_when_the_owner_lets_go() -> None:
 
 
 def _resident() -> int:
-    """Bytes of our segments that count as this process's own."""
+    """Return the bytes of our segments that count as this process's memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match("[0-9a-f]+-", line):

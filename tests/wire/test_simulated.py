@@ -18,7 +18,7 @@ RATES = st.floats(1e3, 1e12)
 
 
 def arrivals(topology: Topology, messages: list[tuple[float, int, int, float]]) -> list[float]:
-    """When each message (at, source, target, bytes) has arrived."""
+    """Return the arrival time of each message (at, source, target, bytes)."""
     clock = Clock()
     network = Network(clock, topology)
     found = [inf] * len(messages)
@@ -122,7 +122,7 @@ def test_a_host_that_is_cut_off_waits() -> None:
     clock.at(1.0, lambda: network.send(0, 2, 100.0, lambda: done.append(("another", clock.now))))
     clock.at(3.0, lambda: network.mend(1))
     clock.run()
-    # what is stuck keeps its half of the way out of host 0 until it is through
+    # the blocked message keeps its half of host 0's up link until it has passed
     assert dict(done)["held"] == 3.0
     assert dict(done)["under way"] > 3.0 and dict(done)["another"] >= 2.0
 
@@ -204,8 +204,8 @@ def test_a_small_message_overtakes_a_large_one() -> None:
 
 
 def answers(size: float, worked: float, groups: list[int]) -> list[list[float]]:
-    """Groups of answers from one server, each asked for when the last one has come; a line second
-    of `size`. How long each took."""
+    """Return the durations of groups of answers from one server, each of which takes the link a
+    second; a group is requested when the last one has arrived."""
     clock = Clock()
     network = Network(clock, Topology(size))
     turns = LinkQueue(network, 1, size, worked, overtakes=False)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def pair(slots: int, watch: Any = None) -> tuple[SlotChannel, SlotChannel]:
-    """Both ends, in one process."""
+    """Return both ends of a channel in one process."""
     control = Segment(SharedMemoryCollective.control_size(2))
     words = Segment(8 * channel_words(slots)).words(channel_words(slots))
     ends = [SharedMemoryCollective(rank, 2, control, watch) for rank in (0, 1)]
@@ -41,7 +41,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3)
 
 @given(st.lists(st.lists(st.tuples(kinds, shapes), max_size=3), max_size=6), st.integers(1, 3))
 def test_every_message_arrives_as_it_was(messages: list[Any], slots: int) -> None:
-    """Of any number, shape and type, though slots are used again and grow."""
+    """Any number, shape and type of tensors, in slots that are reused and grow."""
     sender, receiver = pair(slots)
     for number, outline in enumerate(messages):
         sent = [(torch.rand(shape) * 9).to(kind) for kind, shape in outline]

@@ -1,4 +1,4 @@
-"""Frames over TCP, Unix sockets and TLS: whole, in order, and nobody waits for others."""
+"""Frames over TCP, Unix sockets and TLS arrive whole and in order; no connection delays another."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(60)
 MB = 1 << 20
 
 
-# What arrives is what was sent
+# Frames arrive as sent
 
 
 def test_there_and_back(ends: tuple[Connection, Connection]) -> None:
@@ -228,7 +228,7 @@ def test_a_body_in_drips_is_put_together() -> None:
         assert torch.equal(torch.cat(found), noise(300))
 
 
-# Nobody waits for others
+# No connection delays another
 
 
 def test_sending_goes_on_while_another_thread_waits_to_receive(
@@ -248,7 +248,7 @@ def test_sending_goes_on_while_another_thread_waits_to_receive(
 
 
 def test_both_ends_send_a_lot_at_once(ends: tuple[Connection, Connection]) -> None:
-    """Neither can finish unless both receive meanwhile."""
+    """Neither can finish unless both receive at the same time."""
     body = noise(12 * MB)
 
     def take(end: Connection) -> bool:

@@ -1,4 +1,4 @@
-"""Who may come in: only who proves the secret, in time, and speaks the same wire."""
+"""Only peers that prove the secret in time, and speak the same version, are accepted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_silent_stranger_is_cut_off_and_holds_up_nobody(
         with socket.create_connection((host, int(port))) as stranger:
             start = time.monotonic()
             eventually(lambda: listener._door._count)
-            monkeypatch.setattr(acceptor, "GREETING", PATIENCE)  # for those who come now
+            monkeypatch.setattr(acceptor, "GREETING", PATIENCE)  # for the next connections
             with call("tcp", listener.address), arrived.get(timeout=20):
                 in_time(time.monotonic() - start, 0.4)
             stranger.settimeout(20)

@@ -1,4 +1,4 @@
-"""Whatever bytes come: a frame, the end, or one WireError; never another error, never a wait."""
+"""Any bytes give frames, the end, or one WireError; never another error or a hang."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def raw_pair() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 def drain(connection: Connection) -> int:
-    """Read frames until the end; how many there were."""
+    """Read frames until the end, and return their number."""
     count = 0
     while (frame := connection.receive()) is not None:
         assert isinstance(frame.header, dict)
@@ -132,7 +132,7 @@ def test_any_frame_arrives(header: dict[str, object], sizes: list[int], groups: 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
 def test_strangers_at_the_door(kind: str) -> None:
-    """Any garbage is turned away, and the next member is let in."""
+    """Garbage is refused, and the next member is accepted."""
     with listening(kind) as (listener, arrived):
 
         @given(said=st.binary(max_size=120) | st.binary(max_size=80).map(b"STRATGM\x04".__add__))

@@ -1,4 +1,4 @@
-"""What a member of the job sends is checked before memory is taken, and refused in one line."""
+"""Frames of a member are checked before memory is allocated, and refused in one log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is left behind: no descriptor, no thread, no connection in a forked child."""
+"""No descriptor, no thread, and no connection in a forked child is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def descriptors() -> int:
 
 
 def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
-    kept: list[Connection] = []  # so that it is close() that gives the descriptors back
+    kept: list[Connection] = []  # not closed by the garbage collector
 
     def once() -> None:
         with listening(kind) as (listener, arrived):
@@ -64,7 +64,7 @@ def test_no_descriptor_and_no_thread_is_left(kind: str) -> None:
     before = descriptors(), threading.active_count()
     for _ in range(5):
         once()
-    # Fewer, if something of an earlier test has ended only now.
+    # Fewer, if threads of an earlier test have ended only now.
     eventually(lambda: descriptors() <= before[0] and threading.active_count() <= before[1])
 
 

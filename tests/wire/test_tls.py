@@ -84,7 +84,7 @@ def test_an_address_of_the_network_is_encrypted_by_itself(monkeypatch: pytest.Mo
         assert server.receive() == Frame({"a": 1}, 0)
 
 
-# Somebody in between, who passes everything on, reads it, and may change it
+# A man in the middle, who forwards, reads and may change all bytes
 
 
 class Relay:
@@ -154,7 +154,7 @@ def test_what_was_changed_on_the_way_is_refused(lines: Lines) -> None:
 
 
 def proven(address: str) -> socket.socket:
-    """A client that has proved the secret and now is to speak TLS."""
+    """A client that has proved the secret and is about to start TLS."""
     host, port = address.split(":")
     sock = socket.create_connection((host, int(port)))
     prove(sock, SECRET, server=False, limit=20)
@@ -197,7 +197,7 @@ def test_a_client_without_the_certificate_is_refused(
         assert len(lines.texts) == 1 and "TLS" in lines.texts[0]
         assert arrived.empty()
         with call("tls", listener.address), arrived.get(timeout=20):
-            pass  # others are let in
+            pass  # the next client is accepted
 
 
 def test_a_server_without_the_certificate_is_refused() -> None:
@@ -215,7 +215,7 @@ def test_a_server_without_the_certificate_is_refused() -> None:
 
 
 def test_a_certificate_that_the_key_has_signed_is_not_the_certificate() -> None:
-    """Pinned byte for byte: verification alone would accept what the job's key has signed."""
+    """It is compared byte for byte: verification alone accepts what the job's key has signed."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname())
         far, _ = door.accept()

@@ -1,4 +1,4 @@
-"""Trees of tensors as bytes: what goes in comes out, and garbage is refused, not run."""
+"""Trees survive a round trip as bytes, and garbage is refused, not executed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
 
 
 class Counted(Pair):
-    """Its `__new__` takes something else, and must not be called with what the wire brought."""
+    """Its `__new__` has other parameters, and must not be called with received values."""
 
     def __new__(cls) -> Counted:
         return super().__new__(cls, torch.ones(2), 3)
@@ -138,7 +138,7 @@ def test_of_a_class_unknown_here_the_fields_have_their_names() -> None:
 def test_the_wire_names_nothing_but_loaded_named_tuples(
     module: str, name: str, fields: list[str]
 ) -> None:
-    """Neither another class, nor a module that nobody has imported."""
+    """Neither another class nor a module that is not imported."""
     told = decode(_outlined({"n": [module, name, fields, [{"v": 1}, {"v": 2}]]}))
     assert told == (1, 2) and type(told)._fields == tuple(fields) and not isinstance(told, Pair)
     assert "this" not in sys.modules

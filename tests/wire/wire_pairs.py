@@ -34,7 +34,7 @@ def address_for(kind: str) -> str:
 def listening(
     kind: str = "tcp", secret: bytes = SECRET
 ) -> Iterator[tuple[Listener, queue.SimpleQueue[Connection]]]:
-    """A listener, and the connections it has welcomed."""
+    """A listener, and the connections that it has accepted."""
     arrived: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     with Listener(
         address_for(kind), secret, "ps 0", arrived.put, tls=True if kind == "tls" else None
@@ -48,7 +48,7 @@ def call(kind: str, address: str, secret: bytes = SECRET, limit: float = 20.0) -
 
 @contextmanager
 def pair(kind: str) -> Iterator[tuple[Connection, Connection]]:
-    """The server's end and the client's."""
+    """Return the server's end and the client's end."""
     with (
         listening(kind) as (listener, arrived),
         call(kind, listener.address) as client,
@@ -71,7 +71,7 @@ def noise(size: int, seed: int = 0) -> Tensor:
 
 
 class Lines(logging.Handler):
-    """What stratagem logs meanwhile."""
+    """Capture what stratagem logs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def refused(end: Connection, action: object, lines: Lines, match: str | None = N
 
 
 def ended(end: Connection) -> bool:
-    """Whether nothing comes any more (a reset, where something lay unread at the other end)."""
+    """Whether the stream has ended, or was reset as the peer left bytes unread."""
     try:
         return end.receive() is None
     except WireError:
@@ -103,7 +103,7 @@ def ended(end: Connection) -> bool:
 
 
 class Outcome(threading.Thread):
-    """Something done in a thread; `result()` is what it returned, or raises what it raised."""
+    """A call on a thread; `result()` returns its result or raises its error."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         super().__init__(daemon=True)
