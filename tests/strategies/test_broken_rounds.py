@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.training.broken_round import BrokenRound, LoopRounds, furthest
+from stratagem.training.broken_round import (
+    BrokenRound,
+    LoopRounds,
+    OwnState,
+    RoundProgress,
+    furthest,
+)
 from tests.codecs.by_hand import Replicas
 from tests.strategies.test_compressed import (
     RECORDS,
@@ -306,9 +312,11 @@ def test_losses_and_metrics_are_those_of_all_who_are_left() -> None:
 
 
 def test_whose_meeting_counts() -> None:
-    assert furthest([None, [3, 9, 1, 0]]) is None  # the chief had not begun
-    assert furthest([[3, 9, 1, 0], [3, 9, 1, 0], None]) == 0
-    assert furthest([[3, 9, 1, 0], None, [4, 9, 0, 0], [4, 10, 1, 0]]) == 2
+    third = RoundProgress(3, 9, apart=True, can_go_back=False)
+    fourth = third._replace(meetings=4)
+    assert furthest([None, third]) is None  # the chief had not begun
+    assert furthest([third, third, None]) == 0
+    assert furthest([third, None, fourth._replace(apart=False), fourth._replace(updates=10)]) == 2
 
 
 # --- custom loops --------------------------------------------------------------------------------
@@ -411,14 +419,14 @@ def test_a_replica_that_came_further_goes_back_to_where_the_chief_was() -> None:
     rounds = LoopRounds()
     for meetings, updates in ((0, 1), (0, 2), (1, 3), (1, 4), (1, 5)):
         rounds.keep(_Kept(meetings, updates))
-    assert rounds.own is not None and rounds.own.at == [1, 5]
-    found = {updates: rounds.find([1, updates]) for updates in range(1, 7)}
+    assert rounds.own is not None and rounds.own.at == (1, 5)
+    found = {updates: rounds.find(1, updates) for updates in range(1, 7)}
     assert [updates for updates, mark in found.items() if mark] == [2, 3, 4, 5]
-    assert rounds.find([0, 3]) is None  # it has not held that meeting
+    assert rounds.find(0, 3) is None  # it has not held that meeting
     rounds.keep(_Kept(1, 5))
     rounds._keeper.updates = 6
     rounds.break_off()
-    assert rounds.own.at == [1, 5] and rounds.find([1, 6]) is not None
+    assert rounds.own.at == (1, 5) and rounds.find(1, 6) is not None
 
 
 class _Kept:
@@ -428,4 +436,4 @@ class _Kept:
         self.meetings, self.updates = meetings, updates
 
     def broken_off(self, before: Any = None) -> BrokenRound:
-        return BrokenRound(self.meetings, self.updates, [0], {}, {}, {}, [], [])
+        return BrokenRound(self.meetings, self.updates, [0], {}, OwnState({}, []), {}, [])

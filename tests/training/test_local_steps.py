@@ -428,7 +428,7 @@ def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], gr
     found = together(len(here), go_on)
     starts: list[Tensor] = []
     for rank, was_here in enumerate(here):
-        mine = torch.cat([values.reshape(-1) for values in broken[rank].mine.values()])
+        mine = torch.cat([values.reshape(-1) for values in broken[rank].mine.weights.values()])
         starts.append(mine if was_here else starts[-1])
     for rank, (mixed, met) in enumerate(found):
         parts = [weight * starts[r] for r, weight in sync.weights(rank, len(here), 2).items()]
