@@ -171,8 +171,7 @@ class GradientExchange(Keeper):
             self.finish([])
             return
         notes = self.finish(reader.reading.notes())
-        if not reader.for_servers:  # else the push counts
-            figures_of(self.replica).step(self.replica.share.examples)
+        figures_of(self.replica).step(self.replica.share.examples)
         if notes.is_cuda and self.finished > _READ_AT_ONCE:  # not to wait for the device
             told = notes.clone()
             self._unread = told if self._unread is None else torch.maximum(self._unread, told)

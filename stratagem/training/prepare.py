@@ -119,7 +119,7 @@ def join_gradients(
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
-    reader.unhooked.append(weakref.ref(model))
+    reader.watch_hooks(model)
     exchange.optimizer = optimizer if settings.sync is not None else None
     undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
@@ -338,11 +338,8 @@ def backward_counted(
     if reader is None:
         torch.autograd.backward(loss, retain_graph=retain_graph)
         return
-    reader.count = number
-    try:
+    with reader.divided_by(number):
         torch.autograd.backward(loss, retain_graph=retain_graph)
-    finally:
-        reader.count = None
 
 
 def rows_of_share(replica: Replica, batch: Any) -> Any:
