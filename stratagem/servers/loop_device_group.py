@@ -70,7 +70,7 @@ class LoopDeviceGroup:
 
     def remove(self) -> None:
         """Remove the hooks: the training is over."""
-        part_gradients(self._model)
+        part_gradients(self._model, self._replica)
 
 
 #: what this device iterates over

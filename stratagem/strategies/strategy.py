@@ -19,7 +19,6 @@ from stratagem.strategies.custom_loop_calls import CustomLoopCalls
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
-from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
 from stratagem.training.elastic import LoopJournal
 from stratagem.training.led_prepare import led, led_loops
@@ -216,8 +215,7 @@ def _with_fresh_share(
     if journal is not None:
         journal.begin(replica)
     replica.share.forget(replica.count)
-    begin_loop(replica)
-    meetings.forget(replica)
+    replica.loop.begin()
     result = None
     try:
         with led_loops(), user_code():

@@ -360,7 +360,7 @@ _plain = torch.autograd.backward
 
 def reader_of(replica: Replica) -> LossReader | None:
     """Return the reader of this replica's losses; None before anything is prepared."""
-    return replica.reader  # type: ignore[no-any-return]
+    return replica.loop.reader  # type: ignore[no-any-return]
 
 
 def read_losses(replica: Replica, reduction: str | None) -> LossReader:
@@ -368,7 +368,7 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
     check_reduction(reduction)
     reader = reader_of(replica)
     if reader is None:
-        reader = replica.reader = LossReader(replica, reduction)
+        reader = replica.loop.reader = LossReader(replica, reduction)
         save_whole_files()
         torch.autograd.backward = _backward
     if reduction is not None and reader.reduction not in (None, reduction):
@@ -384,11 +384,6 @@ def check_reduction(reduction: str | None) -> None:
     """Refuse what is no reduction."""
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'loss_reduction={reduction!r}; it is "mean" or "sum".')
-
-
-def begin_loop(replica: Replica) -> None:
-    """Forget the reader of an earlier call of strategy.run."""
-    replica.reader = None
 
 
 def _backward(tensors: Any, *args: Any, **options: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +145,7 @@ class LoopJournal:
             torch.set_rng_state(self._random["torch"])
             set_beside_torch(self._random, replica.device)
         self._prepared = False
-        _journals[replica] = self
+        replica.loop.journal = self
 
     def open(self) -> None:
         """Note that a model is prepared: from here on the loop can be begun again."""
@@ -179,12 +178,9 @@ class LoopJournal:
         self.termination.close()
 
 
-_journals: weakref.WeakKeyDictionary[Replica, LoopJournal] = weakref.WeakKeyDictionary()
-
-
 def journal_of(replica: Replica) -> LoopJournal | None:
     """Return the journal of this replica's call; None on followers, and without elastic."""
-    return _journals.get(replica)
+    return replica.loop.journal  # type: ignore[no-any-return]
 
 
 def _copied(tree: Any, into: Any = None) -> Any:

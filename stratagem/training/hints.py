@@ -1,9 +1,8 @@
-"""Warnings for custom loops, once each: where a replica differs from one device."""
+"""Warnings for custom loops, each given once: where a replica differs from one device."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -14,10 +13,6 @@ from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")
-
-#: replicas that read a loader by itself: rows here, rows in all, and how often they had met by then
-_unsummed: weakref.WeakKeyDictionary[Replica, tuple[int, int, int]] = weakref.WeakKeyDictionary()
-_told: weakref.WeakSet[Replica] = weakref.WeakSet()
 
 
 def tell_without_loader(replica: Replica, loss: float | None) -> None:
@@ -56,7 +51,8 @@ def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
 
 
 def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
-    """Warn of a hook on a parameter's gradient, beside as many of `ours`; say whether there is."""
+    """Warn of a user's hook on a parameter's gradient; return whether there is one. `ours` counts
+    the library's own hooks on a parameter."""
     for name, p in model.named_parameters():
         own = len(p._post_accumulate_grad_hooks or ()) > ours(p)
         if p.requires_grad and (own or p._backward_hooks):
@@ -74,16 +70,17 @@ def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], i
 
 def was_read(replica: Replica, mine: int, total: int) -> None:
     """Note that a loader without a model was read to its end, and nothing was trained."""
-    if replica.count > 1 and replica not in _told:
-        _unsummed[replica] = mine, total, replica.meetings
+    if replica.count > 1 and "unsummed" not in replica.loop.warned:
+        replica.loop.unsummed = mine, total, replica.loop.combined
 
 
 def tell_unsummed(replica: Replica) -> None:
     """Warn of counts over a loader that were not summed over replicas."""
-    found = _unsummed.pop(replica, None)
-    if found is None or replica in _told or replica.meetings > found[2]:
+    loop, found = replica.loop, replica.loop.unsummed
+    loop.unsummed = None
+    if found is None or "unsummed" in loop.warned or loop.combined > found[2]:
         return
-    _told.add(replica)
+    loop.warned.add("unsummed")
     if replica.is_chief:
         log.warning(
             "a loader of %d rows was read in shares (%d rows here), and nothing has been combined "
