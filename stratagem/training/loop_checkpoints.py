@@ -382,17 +382,12 @@ class LoopCheckpoints:
                 thing.load_state_dict(state)
 
     def _go_on_with_data(self, told: dict[str, Any]) -> None:
-        """Have the next pass be the rest of the one that was saved, in the same order."""
-        replica, begun = self.replica, self.batch > 0
+        replica, loader = self.replica, self._loader
         own = own_of(told["replicas"], replica)
-        if replica.is_chief:
-            for dice, state in zip(dice_of(self._loader), told["dice"], strict=True):
-                dice.set_state(state)
         self._journal.go_on(
-            self.batch,
-            told["pass"] if begun else None,
+            told,
+            dice_of(loader) if replica.is_chief else None,
             partial(set_random, replica, own and own["random"]),
-            seeded=self._loader.persistent_workers and not begun and self.step > 0,
+            begun=self.batch > 0,
+            persistent=loader.persistent_workers,
         )
-        if not begun:
-            self._journal.then()  # the loop may draw before the epoch's first batch
