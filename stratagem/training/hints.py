@@ -16,7 +16,7 @@ log = logging.getLogger("stratagem")
 
 
 def tell_without_loader(replica: Replica, loss: float | None) -> None:
-    """Warn at the first step of a loop whose batches are not divided. Collective."""
+    """Warn at the first step of a loop whose batches are not cut into shares. Collective."""
     losses = gather_tree(replica.collective, loss)
     if not replica.is_chief:
         return
@@ -92,7 +92,7 @@ def tell_unsummed(replica: Replica) -> None:
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error that a share of one row may be its cause."""
+    """Add a note to an error that a share of one row may have caused."""
     replica = current_replica()
     share = replica.share
     if isinstance(error, StratagemError) or not isinstance(error, Exception):

@@ -1,4 +1,4 @@
-"""A dry run: a model, or a training step, runs and leaves no trace; random layers are still.
+"""An isolated run: a model or a training step runs without side effects or random numbers.
 
 A dispatch mode sees every operation of torch. Each tensor that an operation writes to is copied
 first and restored at the end: weights, buffers, metrics, an optimizer's state, wherever they are

@@ -1,16 +1,16 @@
-"""The committer of replicas that train by themselves and meet now and then (`sync=`).
+"""The committer of replicas that train by themselves and meet every few updates (`sync=`).
 
     backward -> this replica's own gradient -> its own update -> sync: a meeting, if one is due
 
-A part of the model may be sent at one update and met some updates later (`DiLoCo(overlap=)`):
+A fragment of the model may be sent at one update and met some updates later (`DiLoCo(overlap=)`):
 
     updates   1   2   3   4   5   6   7   8      every 4, 2 fragments, overlap 1
-    sent          a       b       a       b      old - new is taken, and travels
-    met               a       b       a          the outer step, mixed with what was done meanwhile
+    sent          a       b       a       b      the difference old - new is sent
+    met               a       b       a          the outer step, mixed with the updates since then
 
 A gradient is scaled so that the mean of all replicas' is that of the global batch, whatever their
 shares: N times this share's part of it. So with SGD and a meeting after every update the result is
-that of one device. What the inner optimizer keeps stays with its replica.
+that of one device. The inner optimizer's state stays with its replica.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class LocalUpdates(GradientExchange):
         assert isinstance(reducer, Plain)
         super().__init__(named, replica, reducer, reader=reader, **options)
         self.every, self.cadence = every, Cadence(every)
-        #: how many meetings there were
+        #: how many meetings have ended
         self.meetings = 0
-        #: losses and metrics of this replica of which the others do not know
+        #: returns losses and metrics that the other replicas have not received
         self.untold: Callable[[], Any] = lambda: None
         self.begun = False
         #: how much of its own weights a fragment keeps when the mean comes back
@@ -110,7 +110,7 @@ class LocalUpdates(GradientExchange):
             super().send(buckets)
 
     def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
-        """Keep the gradients; returns the notes as if all rows were like these."""
+        """Keep the gradients; return the notes as if all rows were like these."""
         share = self.replica.share
         if self.cadence.together:
             return super().finish(notes)
@@ -124,11 +124,11 @@ class LocalUpdates(GradientExchange):
                 gradients.zero_() if scale == 0.0 else gradients.mul_(scale)
             self.buckets.notes.mul_(share.total / max(share.examples, 1))
         if not share.examples:
-            self.buckets.used.fill_(1.0)  # others have rows, and momentum goes on here, too
+            self.buckets.used.fill_(1.0)  # other replicas have rows, and momentum moves here, too
         return self.finished_with()
 
     def _divide(self, total: Tensor) -> None:
-        """Divide the gradients; a share of which no target counts adds nothing."""
+        """Divide the gradients; a share without a counted target adds nothing."""
         if not self.cadence.together:
             for i, bucket in enumerate(self.buckets.buckets):
                 gradients = bucket.flat[: self.buckets.length(bucket)]
@@ -170,7 +170,7 @@ class LocalUpdates(GradientExchange):
         self._unmixed = []
 
     def _end(self, part: int | None) -> None:
-        """End the meeting under way, if one is; all replicas have made as many updates since."""
+        """End the meeting of the fragment under way, if there is one."""
         if part is not None:
             mix = self._mix if self.cadence.unmet[part] else 0.0
             self.fragments[part].end(mix)
@@ -182,14 +182,14 @@ class LocalUpdates(GradientExchange):
         return self.cadence.apart
 
     def _meet(self, fragment: OuterFragment, present: int = 0) -> None:
-        """Take the mean over all, or over those `present`; others are where they last met."""
+        """Take the mean over all replicas, or over the `present` ones: the others send zeros."""
         fragment.send(1.0 / (present or self.replica.count))
         fragment.end()
         self.meetings += 1
 
     def check_ended(self) -> None:
-        """A loop is over: refuse one in which some have sent a part, and others have not, or the
-        next call would get it. Collective."""
+        """Refuse, at the end of a loop, a fragment that only some replicas have sent: the next call
+        would receive it. Collective."""
         if self.cadence.delay and self.begun:
             _agree(self)
 
@@ -359,7 +359,7 @@ def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-    """A fragment's wire, with what those of all have kept: a parameter may be in another now."""
+    """Return a fragment's wire with what all fragments have kept: parameters may have moved."""
     kept: dict[str, dict[str, Tensor]] = {}
     for state in fragments:
         for name, by_parameter in state.get("kept", {}).items():
@@ -388,7 +388,7 @@ def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn
 def take_neighbours(
     parts: Sequence[OuterPart], collective: Collective, here: Sequence[bool]
 ) -> None:
-    """Whoever is new takes the weights of the one before it that is not. Collective."""
+    """Have each new replica take the weights of the last old one before it. Collective."""
     source = {
         rank: max(other for other in range(rank) if here[other])
         for rank, was_here in enumerate(here)

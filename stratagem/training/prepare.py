@@ -146,7 +146,7 @@ def part_gradients(model: nn.Module, replica: Replica) -> None:
 
 
 def _average_loaderless(replica: Replica) -> None:
-    """At any loader's end: average the buffers of models without a loader, too. Collective.
+    """At the end of any loader, average the buffers of models without a loader. Collective.
 
     A model may be gone on one replica and wait for the garbage collector on another, so replicas
     first agree on which are left.
