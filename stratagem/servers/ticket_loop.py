@@ -309,7 +309,7 @@ def prepare_served(
     if worker.is_chief:
         say_who_reads(loader)
         if session.over is None and session.plan.parts > 1:
-            hints.tell_of_batchnorm(
+            hints.warn_of_batchnorm(
                 model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
             )
     tickets = TicketLoader(session, loader, replica, reader.pushes)

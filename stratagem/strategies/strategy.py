@@ -191,7 +191,7 @@ class Strategy(CustomLoopCalls):
 
     def close(self) -> None:
         """End the replicas that this strategy started; it can be used again afterwards."""
-        hints.tell_unsummed(current_replica())
+        hints.warn_unsummed(current_replica())
         self.replica_group.close()
 
     def __reduce__(self) -> Any:
@@ -221,7 +221,7 @@ def _with_fresh_share(
         with led_loops(), user_code():
             result = fn(*args)
         meetings.check_ended(replica)
-        meetings.tell_apart(replica, "strategy.run has ended")
+        meetings.warn_apart(replica, "strategy.run has ended")
         return result
     except Exception as error:
         if journal is not None:
@@ -229,7 +229,7 @@ def _with_fresh_share(
         hints.explain(error)
         raise
     finally:
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
 
 
 def _gather_here(tensors: list[Tensor]) -> list[Tensor]:

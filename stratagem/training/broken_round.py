@@ -20,7 +20,7 @@ from torch import Tensor
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.training.replica import Replica
-from stratagem.wire.tree import broadcast_tree
+from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
 class OwnState(NamedTuple):
@@ -40,7 +40,7 @@ class RoundProgress(NamedTuple):
     #: whether it can undo its last update
     can_go_back: bool
 
-    def comes_as_far(self, updates: int, meetings: int) -> bool:
+    def reaches(self, updates: int, meetings: int) -> bool:
         """Whether the replica has made so many updates, or one more that it can undo, and took part
         in the last of so many meetings, whether that ended here or broke off."""
         least = self.updates - self.can_go_back
@@ -85,13 +85,13 @@ class BrokenRound:
     old: dict[str, Tensor]
     mine: OwnState
     momenta: dict[str, Tensor]
-    #: what the wires of meetings go on from
+    #: the state of the wire of each fragment
     wires: list[Reducer | KeptWire]
     #: losses and metrics that the other replicas have not received
     untold: Any = None
     #: the state before the last update, where that may have to be undone
     earlier: OwnState | None = None
-    #: whether this replica has gone on alone: then its weights are those of the model
+    #: whether this replica has gone on alone, so that its weights are those of the model
     alone: bool = False
 
     @property
@@ -132,6 +132,13 @@ class BrokenRound:
         keeps = (Feedback, KeptWire)
         steps = [wire.steps if isinstance(wire, keeps) else 0 for wire in self.wires]
         return RoundState(self.old, self.momenta, self.unmet, steps)
+
+
+def gather_progress(mine: BrokenRound | None, replica: Replica) -> list[RoundProgress | None]:
+    """Gather the progress of all replicas; None for new ones. Collective."""
+    own = None if mine is None else list(mine.progress)
+    gathered = gather_tree(replica.collective, own)
+    return [None if each is None else RoundProgress(*each) for each in gathered]
 
 
 def furthest(progress: Sequence[RoundProgress | None]) -> int | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.change_tracker import digest
-from stratagem.training.hints import tell_of_hooks, tell_without_loader
+from stratagem.training.hints import warn_of_hooks, warn_without_loader
 from stratagem.training.loss_reading import (
     BY_ROWS,
     TOLERANCE,
@@ -149,7 +149,7 @@ class LossReader:
         def ours(param: Tensor) -> int:
             return sum(each.has(param) for each in exchanges)
 
-        if replica is not None and any(tell_of_hooks(each, replica, ours) for each in models):
+        if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
             self._unhooked = []
 
     def _apply_scale(self, scale: float, losses: Sequence[Tensor], handles: list[Any]) -> None:
@@ -285,11 +285,10 @@ class LossReader:
         whole *= 1.0 if self.pushes is None else self.pushes.batch_to_ticket
         found += [(term, whole) for term in terms if term.kind == "sum"]
         summed = bool(terms) and all(term.kind in ("sum", "fixed") for term in terms)
-        return found, Reading(base, spread, mark, self._weight(terms, base), summed)
-
-    def _weight(self, terms: list[Term], base: float | Tensor) -> float | Tensor:
-        means = [term for term in terms if term.kind == "mean"]
-        return means[0].count / self.share.examples if len(means) == 1 == len(terms) else base
+        weight = base
+        if len(terms) == 1 and terms[0].kind == "mean":
+            weight = terms[0].count / share.examples
+        return found, Reading(base, spread, mark, weight, summed)
 
     def _apply(self, found: Sequence[tuple[Term, float | Tensor]], handles: list[Any]) -> None:
         """Have each term multiplied; a node that stands in the loss twice is one node."""
@@ -331,10 +330,10 @@ class LossReader:
         return float(reading.weight), reading.summed
 
     def settle(self, notes: Sequence[float]) -> float:
-        """Return what the sum of all gradients is divided by, given all replicas' readings."""
+        """Return the divisor of the sum of all gradients, given the sum of all readings."""
         if self.passes == 1 and not self.share.announced and (replica := self._replica()):
             loss = self.loss() if self.loss is not None else None
-            tell_without_loader(replica, None if loss is None else float(loss.detach()))
+            warn_without_loader(replica, None if loss is None else float(loss.detach()))
         total, spread, mark, square = notes
         if spread:
             refuse_spread(spread)
@@ -381,7 +380,7 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
 
 
 def check_reduction(reduction: str | None) -> None:
-    """Refuse what is no reduction."""
+    """Refuse an unknown `loss_reduction`."""
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'loss_reduction={reduction!r}; it is "mean" or "sum".')
 

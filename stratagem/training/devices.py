@@ -93,7 +93,7 @@ def _listing() -> str:
 # --- GPU memory: a limit per task, and advice when memory runs out --------------------------------
 #
 # Several tasks may share one GPU (`stratagem run --replicas 2 --gpu-memory 45%`); each then keeps
-# to its part, and one that needs more fails by itself instead of starving the others.
+# to its part, and a task that needs more fails by itself instead of starving the others.
 
 
 VARIABLE = "STRATAGEM_GPU_MEMORY"
@@ -136,7 +136,7 @@ def limit_memory(device: torch.device) -> None:
 
 @contextmanager
 def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
-    """Add what to try to torch's own message."""
+    """Add remedies to torch's error when memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -25,7 +25,7 @@ class DryRun:
     batch: Any
     #: computes the loss of such a batch
     loss: Callable[[Any], Tensor]
-    #: what follows backward: the optimizer's step
+    #: makes the optimizer's step after backward
     update: Callable[[], None]
     #: torch's optimizer, if there is one: its state is restored afterwards
     optimizer: Optimizer | None = None

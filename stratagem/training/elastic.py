@@ -30,7 +30,7 @@ class Elastic:
     least: int = 1
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     return None
 
 
@@ -38,7 +38,7 @@ def _never() -> bool:
     return False
 
 
-def _the_end(error: BaseException) -> None:
+def _reraise(error: BaseException) -> None:
     raise error
 
 
@@ -57,13 +57,13 @@ class Again:
     #: whether standbys can follow the call, and replace a follower within its steps
     followed: bool = False
     #: lets tasks join, once the call can be begun again; set by the replica group
-    let_join: Callable[[], None] = _nobody
+    let_join: Callable[[], None] = _do_nothing
     #: forms the group again in mid-call, which goes on in this process while the other replicas
     #: begin anew; raises if the job ends
-    regroup: Callable[[BaseException], None] = _the_end
+    regroup: Callable[[BaseException], None] = _reraise
     #: after the loss of a server: restores the arguments from the last checkpoint; raises if the
     #: job ends
-    go_back: Callable[[BaseException], None] = _the_end
+    go_back: Callable[[BaseException], None] = _reraise
 
 
 class Tries:
@@ -108,7 +108,7 @@ class Tries:
 
 # --- a custom loop that is begun again in the same process ----------------------------------------
 #
-# `strategy.run(train)` calls the function once more, on those who are here now, and `loader.epochs`
+# `strategy.run(train)` calls the function once more, on the present replicas, and `loader.epochs`
 # restores the state after the last update. The chief keeps a copy of that in memory: a function can
 # break off between the optimizer's step and the scheduler's, and half of a step must not count.
 

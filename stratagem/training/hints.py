@@ -15,7 +15,7 @@ from stratagem.wire.tree import gather_tree
 log = logging.getLogger("stratagem")
 
 
-def tell_without_loader(replica: Replica, loss: float | None) -> None:
+def warn_without_loader(replica: Replica, loss: float | None) -> None:
     """Warn at the first step of a loop whose batches are not cut into shares. Collective."""
     losses = gather_tree(replica.collective, loss)
     if not replica.is_chief:
@@ -38,7 +38,7 @@ def tell_without_loader(replica: Replica, loss: float | None) -> None:
         )
 
 
-def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
+def warn_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
     """Warn of layers that normalise over a replica's rows, not over the batch."""
     layer = next((part for part in model.modules() if isinstance(part, BatchNorm)), None)
     if layer is not None and layer.training and replica.is_chief:
@@ -50,7 +50,7 @@ def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
         )
 
 
-def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
+def warn_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
     """Warn of a user's hook on a parameter's gradient; return whether there is one. `ours` counts
     the library's own hooks on a parameter."""
     for name, p in model.named_parameters():
@@ -74,7 +74,7 @@ def was_read(replica: Replica, mine: int, total: int) -> None:
         replica.loop.unsummed = mine, total, replica.loop.combined
 
 
-def tell_unsummed(replica: Replica) -> None:
+def warn_unsummed(replica: Replica) -> None:
     """Warn of counts over a loader that were not summed over replicas."""
     loop, found = replica.loop, replica.loop.unsummed
     loop.unsummed = None

@@ -43,7 +43,10 @@ def dry_run(*owners: Any, disturbed: bool = False) -> Iterator[WriteJournal]:
     devices = gpu_in_use()
     # importing the compiler takes a second: only where it was imported already
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
-    cudnn, torch.backends.cudnn.enabled = torch.backends.cudnn.enabled, False  # it drops by itself
+    cudnn, torch.backends.cudnn.enabled = (
+        torch.backends.cudnn.enabled,
+        False,
+    )  # its RNNs hide dropout
     try:
         with torch.random.fork_rng(devices), eager or nullcontext(), journal:
             yield journal

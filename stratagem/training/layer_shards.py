@@ -34,7 +34,7 @@ from stratagem.wire.tree import broadcast_tree
 
 log = logging.getLogger("stratagem")
 
-#: elements from which on a layer is gathered by itself
+#: a layer with so many elements is gathered by itself
 UNIT = 1 << 20
 
 

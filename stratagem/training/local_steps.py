@@ -34,6 +34,7 @@ from stratagem.training.broken_round import (
     RoundProgress,
     RoundState,
     furthest,
+    gather_progress,
     rejoin_wire,
 )
 from stratagem.training.custom_loop import LossReader
@@ -234,9 +235,7 @@ class LocalUpdates(GradientExchange):
 
     @torch.no_grad()
     def rejoin(self, mine: BrokenRound | None, replica: Replica) -> None:
-        own = None if mine is None else list(mine.progress)
-        gathered = gather_tree(replica.collective, own)
-        progress = [None if each is None else RoundProgress(*each) for each in gathered]
+        progress = gather_progress(mine, replica)
         source, chief = furthest(progress), progress[0]
         if source is None or chief is None:
             return
@@ -274,18 +273,15 @@ class LocalUpdates(GradientExchange):
     def _hold(
         self, mine: BrokenRound | None, progress: Sequence[RoundProgress | None], unmet: list[int]
     ) -> None:
-        """Hold the meeting that broke off, with the replicas that have come as far as the chief; or
-        mix."""
+        """Hold the meeting that broke off, with replicas that reach the chief's update; or mix."""
         _begin_round(self)
         gossip, rank, chief = self.every, self.replica.collective.rank, progress[0]
         assert chief is not None
         if isinstance(gossip, Gossip):
             here = [each is not None and each.meetings == chief.meetings for each in progress]
         else:
-            here = [
-                each is not None and each.comes_as_far(chief.updates, self.meetings)
-                for each in progress
-            ]
+            place = chief.updates, self.meetings
+            here = [each is not None and each.reaches(*place) for each in progress]
         if mine is not None and here[rank]:
             for part in self._parts():
                 part.take(mine.mine.weights)
@@ -367,11 +363,11 @@ def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     return {**fragments[number], "kept": kept} if kept else {}
 
 
-# --- Replicas that mix their weights with those of their neighbours (`sync=sg.Gossip()`) ----------
+# --- Mixing weights with the neighbours (`sync=sg.Gossip()`) --------------------------------------
 
 
 def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
-    """Mix the weights with those of the neighbours. Collective."""
+    """Mix the weights with the neighbours' weights. Collective."""
     rank, size = collective.rank, collective.size
     weights = gossip.weights(rank, size, turn)
     receivers = gossip.receivers(rank, size, turn)

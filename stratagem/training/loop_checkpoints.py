@@ -239,7 +239,7 @@ class LoopCheckpoints:
             self._look()
         committer = committer_of(self.model)
         if committer is None or not committer.apart:  # else at the next meeting
-            self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+            self.replica.membership.raise_if_trouble()  # a lone replica waits for no peer
 
     def _hand_over(self) -> None:
         """Broadcast the state of the data's order, if another task may be the chief. Collective."""
@@ -348,7 +348,7 @@ class LoopCheckpoints:
         self.epoch, self.batch, self.step = (int(saved[n]) for n in ("epoch", "batch", "step"))
         setup.align(self.model, replica)
         setup.align_state(self.optimizer, replica)
-        if saved.get("restarts"):  # else replicas would draw once more what they drew at first
+        if saved.get("restarts"):  # else replicas would repeat their first random numbers
             setup.roll_own_dice(replica, saved["restarts"])
         for group, settings in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(settings)

@@ -319,7 +319,7 @@ class _Reader:
             "whole batch cannot be seen"
         )
 
-    # --- what carries rows ----------------------------------------------------------------------
+    # --- values that mix rows -------------------------------------------------------------------
 
     def _refuse_mixed(self, below: Any, *more: str) -> None:
         if below is None or not self._doubts:

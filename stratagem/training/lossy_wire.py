@@ -28,7 +28,7 @@ _warned_of: set[Any] = set()
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
     """Refuse an optimizer that fails with a lossy wire, and warn that results are not exact."""
     wire = settings.wire
-    _tell_of_sync(settings, replica)
+    _warn_of_sync(settings, replica)
     if not isinstance(wire, Compression):
         return
     momentum = wire.momentum if isinstance(wire, TopK) else 0.0
@@ -80,7 +80,7 @@ def _refuse_optimizer(wire: Compression, optimizer: Any) -> None:
         )
 
 
-def _tell_of_sync(settings: Settings, replica: Replica) -> None:
+def _warn_of_sync(settings: Settings, replica: Replica) -> None:
     sync = settings.sync
     if sync is None or not replica.leads or (sync, replica.count) in _warned_of:
         return
@@ -223,10 +223,10 @@ def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> Non
     if keeper is not None and keeper.made_with == made:
         keeper.load(kept)
         return
-    tell_of_dropped(made)
+    warn_of_dropped(made)
 
 
-def tell_of_dropped(made: str) -> None:
+def warn_of_dropped(made: str) -> None:
     """Warn that a committer's state in a checkpoint is dropped."""
     log.warning(
         "the checkpoint was made with %s, which had kept something for later steps (parts of "

@@ -27,7 +27,7 @@ def check_ended(replica: Replica) -> None:
         keeper.check_ended()
 
 
-def tell_apart(replica: Replica, when: str) -> None:
+def warn_apart(replica: Replica, when: str) -> None:
     """Warn once that weights are read while each replica has its own."""
     loop = replica.loop
     made = next((keeper.made_with for keeper in loop.keepers if keeper.apart), None)
@@ -57,7 +57,7 @@ def save_whole_files() -> None:
 def _save(obj: Any, f: Any, *args: Any, **options: Any) -> None:
     if not isinstance(f, str | os.PathLike) or _is_special(f):
         return _plain(obj, f, *args, **options)
-    tell_apart(current_replica(), f"torch.save writes {os.fspath(f)}")
+    warn_apart(current_replica(), f"torch.save writes {os.fspath(f)}")
     path = Path(os.path.realpath(f))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

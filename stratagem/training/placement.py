@@ -179,7 +179,7 @@ def _connect(
     backend = placement.ground.backend
     assert placement.store is not None
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
-    # torch's own limit names nobody, so ours comes first.
+    # torch's own timeout names no rank, so ours is shorter
     limit = max(PATIENCE, timedelta(seconds=min(placement.step, _LONG))) + timedelta(minutes=1)
     meeting = Meeting(store, placement.interface, limit, _Eye(membership), placement.names, late)
     arguments = (placement.rank, placement.size, backend, meeting, membership)

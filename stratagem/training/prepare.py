@@ -71,7 +71,7 @@ def prepare(
         refuse_loop(replica, optimizer)
     look = fingerprint.of_loader(loader, "the loader")
     if not settings.sync_batchnorm:
-        hints.tell_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
+        hints.warn_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
     reader = read_losses(replica, loss_reduction)
     exchange = join_gradients(replica, settings, model, optimizer, look, reader)
     replica.share.forget(replica.count)
@@ -86,7 +86,7 @@ def prepare(
         meetings.meet(replica)
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
         fingerprint.check_trained(replica, model, optimizer)
         replica.share.forget(replica.count)
 
@@ -284,7 +284,7 @@ class Interlude(Around):
     def __iter__(self) -> Any:
         replica = self._replica
         share, reader = replica.share, reader_of(replica)
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
         passes = reader.passes if reader is not None else 0
         before = (share.examples, share.total, share.weight) if share.announced else None
         meetings.meet(replica)

@@ -27,7 +27,7 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 
 @dataclass
 class Share:
-    """How much of the current global batch is this replica's, and what its gradient weighs."""
+    """This replica's share of the current global batch, and the weight of its gradient."""
 
     examples: int
     total: int
@@ -50,7 +50,7 @@ class Share:
 
 @dataclass
 class LoopState:
-    """What the custom loops of one replica keep from one call of the library to the next."""
+    """The state of one replica's custom loops."""
 
     #: reads losses (`custom_loop.py`); None before a model is prepared
     reader: Any = None
@@ -150,18 +150,18 @@ class Replica:
         return nullcontext if self.streams is None else self.streams.for_data
 
     def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
-        """Every replica's tensor or number, in order; shapes may differ."""
+        """Return every replica's tensor or number, in order; shapes may differ."""
         tensor = as_tensor(tensor)
         self.loop.combined += 1
         parts = gather_tree(self.collective, tensor)
         return [part.to(tensor.device) for part in parts]
 
     def all_reduce(self, tensor: Tensor | float, op: ReduceOp = "sum") -> Tensor:
-        """The sum, mean, max or min of every replica's tensor or number."""
+        """Return the sum, mean, max or min of all replicas' tensors or numbers."""
         return combine(self.all_gather(tensor), op)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The source's tensor; the argument is overwritten with it."""
+        """Overwrite a tensor with that of the source, and return it."""
         self.collective.broadcast(tensor, source)
         return tensor
 
