@@ -231,7 +231,7 @@ class GradientExchange(Keeper):
     ) -> None:
         """Complete the buckets: parameters without a gradient, and the notes.
 
-        A gradient in `factors` may have a product besides, which `Factors.kept` says.
+        A gradient in `factors` may have a product besides, which `Factors.mark` records.
         """
         if not self._open:
             self._begin()

@@ -1,4 +1,4 @@
-"""Replicas that die, and join, between two meetings, against the formulas in one process."""
+"""Replicas that die and join between two meetings, against the formulas in one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Interrupted(ByHand):
-    """What travels is thrown away, and comes once more with all that was done since."""
+    """A fragment under way is thrown away, and sent again with all updates since."""
 
     def throw_away(self) -> None:
         if self.travels is not None:
@@ -48,7 +48,7 @@ class Interrupted(ByHand):
 
 
 class Leaving(Interrupted):
-    """The same where replicas leave: at the first meeting after `at` updates."""
+    """The formulas where replicas leave: at the first meeting after `at` updates."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -65,7 +65,7 @@ class Leaving(Interrupted):
 
 
 class Broken(Interrupted):
-    """The same where replicas leave after `at` updates, and those who are left meet, or mix."""
+    """The formulas where replicas leave after `at` updates, and the remaining ones meet or mix."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -89,7 +89,7 @@ class Broken(Interrupted):
 
 
 class Renewed(Broken):
-    """The same where all but the first begin anew: a meeting of one, for all, after `at`."""
+    """The formulas where all but the first begin anew: a meeting of one, after `at`."""
 
     def __init__(self, sync: Any, count: int, at: int) -> None:
         super().__init__(sync, count, at, 1)
@@ -284,7 +284,7 @@ def test_who_is_new_takes_the_weights_of_a_meeting(name: str, at: int) -> None:
 
 
 def test_losses_and_metrics_are_those_of_all_who_are_left() -> None:
-    """Where nothing is learned, every row counts once but those of the dead since the meeting."""
+    """Without learning, every row counts once, except the dead replica's since the meeting."""
 
     def train(made: Any, **options: Any) -> dict[str, Any]:
         with made.scope():
@@ -323,7 +323,7 @@ def test_whose_meeting_counts() -> None:
 
 
 def looped(made: Any, optimizer: Any, see: Callable[[int], None] = lambda seen: None) -> list[Any]:
-    """A loop as users write it; `see` is called as a batch begins."""
+    """A user's loop; `see` is called when a batch begins."""
     module = mlp().double()
     data = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
     model, optimizer, loader = made.prepare(module, optimizer(module.parameters()), data)
@@ -430,7 +430,7 @@ def test_a_replica_that_came_further_goes_back_to_where_the_chief_was() -> None:
 
 
 class _Kept:
-    """A committer with so many updates."""
+    """A committer that has made so many updates and held so many meetings."""
 
     def __init__(self, meetings: int, updates: int) -> None:
         self.meetings, self.updates = meetings, updates
