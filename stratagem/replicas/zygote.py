@@ -127,14 +127,14 @@ class Zygote:
         os._exit(0)
 
     def _kill(self, pids: list[int]) -> None:
-        """Kill a child, be it stopped, by SIGKILL."""
+        """Kill children by SIGKILL, which ends stopped ones, too."""
         for pid in pids:
             if pid in self.children:
                 os.kill(pid, signal.SIGKILL)
 
 
 def _keras_settings(environ: dict[str, str]) -> dict[str, str]:
-    """Set the environment before Keras is imported, which reads its backend from it."""
+    """Return the variables that Keras reads when it is imported."""
     return {name: value for name, value in environ.items() if name.startswith("KERAS_")}
 
 
@@ -178,7 +178,7 @@ def _worth_sharing() -> list[str]:
 
 
 def _has_cuda() -> bool:
-    """Whether importing Keras would initialise a GPU, which a forked child could not use."""
+    """Whether there are GPUs: importing Keras initialises them, and a fork could not use them."""
     kinds = sys.modules.get("stratagem.wire.device_kinds")
     return kinds is not None and kinds.KINDS["cuda"].count() > 0
 
