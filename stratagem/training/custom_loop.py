@@ -228,12 +228,12 @@ class LossReader:
         rows = self.share.examples
         means = [term for term in terms if term.kind == "mean"]
         mine = [[name, term.full / rows] for name, term in zip(names, means, strict=True) if rows]
-        told = self.gather([mine, [digest(each) for each in constants] if rows else None])
+        everybody = self.gather([mine, [digest(each) for each in constants] if rows else None])
         values: dict[str, list[float]] = {}
-        for name, value in (pair for units, _ in told for pair in units):
+        for name, value in (pair for units, _ in everybody for pair in units):
             values.setdefault(name, []).append(value)
         self._units = {name: fmean(each) or 1.0 for name, each in values.items()}
-        digests = [each for _, each in told if each is not None]
+        digests = [each for _, each in everybody if each is not None]
         if any(a != b for row in zip(*digests, strict=False) for a, b in pairwise(row)):
             raise NotDistributable(
                 "what the loss sums up or averages over rows is multiplied or divided by a tensor "
@@ -251,8 +251,8 @@ class LossReader:
         odd = next((term for term in terms if term.kind == "unknown"), None)
         if odd is not None and doubts and not self._warned:
             self._warned = True
-            told = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
-            told(
+            say = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
+            say(
                 "the loss ends in %s, which cannot be read, and is taken for a mean over rows. "
                 'If it is one, prepare(..., loss_reduction="mean") says so; if not, '
                 "strategy.backward(loss, count=n) says what it is divided by.",
