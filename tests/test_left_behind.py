@@ -20,8 +20,11 @@ SHARED = Path("/dev/shm")
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no /dev/shm")
 @pytest.mark.parametrize(("name", "passes"), [("another.lock", True), ("stratagem-leak", False)])
-def test_files(pytester: pytest.Pytester, name: str, passes: bool) -> None:
+def test_files(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, passes: bool
+) -> None:
     file = SHARED / f"{name}-{os.getpid()}"
+    monkeypatch.setenv(left_behind.MARK, str(os.getpid()))  # no other run's processes count
     conftest = Path(__file__).with_name("conftest.py").read_text()
     pytester.makeconftest(conftest.replace("time.monotonic() + 20", "time.monotonic() + 1"))
     pytester.makepyfile(f"def test_that_leaves_something(): open({str(file)!r}, 'w').close()")

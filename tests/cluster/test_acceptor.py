@@ -84,7 +84,8 @@ def test_a_member_comes_in_past_a_thousand_strangers() -> None:
             assert door._count <= doors.PLACES + 1  # the one that another goes for
             time.sleep(0.1)
         # what a job loses to them at most, which a wall clock shows on a quiet machine only
-        assert worked(door) - before < 0.05 * (time.monotonic() - began)
+        took, share = time.monotonic() - began, 0.05
+        unless_late(worked(door) - before < share * took, f"more than {share:.0%} of {took:.1f} s")
     assert outsider.opened > 100  # as many as it could in that time, at the end of the queue
 
 

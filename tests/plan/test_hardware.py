@@ -12,7 +12,7 @@ from stratagem.errors import UsageError
 from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware, rate, say_bytes, say_rate, say_seconds, seconds
 from stratagem.plan.machine import measure_hardware
-from tests.clock import in_time
+from tests.clock import in_time, unless_late
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,5 @@ def test_this_machine() -> None:
     in_time(time.perf_counter() - start, 10)
     assert 1e8 < here.local < 1e12 and 1e7 < here.update < here.local * 4
     assert 1e-7 < here.local_latency < 0.1 and here.hosts == 1
-    assert here.sockets is not None and 1e7 < here.sockets < here.local
+    assert here.sockets is not None and here.sockets > 1e7
+    unless_late(here.sockets < here.local, here)

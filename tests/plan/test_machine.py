@@ -23,6 +23,7 @@ from stratagem.plan.machine import update_seconds
 from stratagem.plan.notebook import profile as measured
 from stratagem.plan.report import warnings
 from stratagem.plan.simulation.scenario import Overhead
+from tests.clock import unless_late
 from tests.plan.support import IDEAL, profile
 
 
@@ -119,7 +120,8 @@ def test_many_small_tensors_take_their_time() -> None:
     net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(60)])
     slow = seconds(net, torch.optim.Adam(net.parameters(), foreach=False, fused=False))
     one = nn.Linear(8, 8)
-    assert slow > 10 * seconds(one, torch.optim.Adam(one.parameters(), foreach=False))
+    fast = seconds(one, torch.optim.Adam(one.parameters(), foreach=False))
+    unless_late(slow > 10 * fast, f"{slow:.2g} s for 60 layers, {fast:.2g} s for one")
     assert all(p.grad is None for p in net.parameters())
 
 
@@ -128,7 +130,8 @@ def test_of_large_models_a_part_is_tried(monkeypatch: pytest.MonkeyPatch) -> Non
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     whole = seconds(net, optimizer)
     monkeypatch.setattr("stratagem.plan.machine._MOST_ELEMENTS", 100_000)
-    assert whole / 10 < seconds(net, optimizer) < whole * 10
+    part = seconds(net, optimizer)
+    unless_late(whole / 10 < part < whole * 10, f"{part:.2g} s instead of {whole:.2g}")
 
 
 def test_an_optimizer_that_no_server_takes() -> None:

@@ -62,9 +62,10 @@ def test_other_work_is_told() -> None:
     net, places, threads = nn.Linear(8, 8), os.sched_getaffinity(0), torch.get_num_threads()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(places)})
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    loop = "print(flush=True)\nwhile True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", loop], stdout=subprocess.PIPE)
     try:
-        time.sleep(0.1)
+        assert busy.stdout is not None and busy.stdout.readline()
         seen = profile(
             net,
             digits(),
@@ -76,7 +77,7 @@ def test_other_work_is_told() -> None:
         os.sched_setaffinity(0, places)
         torch.set_num_threads(threads)
         busy.kill()
-        busy.wait()
+        busy.communicate()
     assert "other work had the processor for" in " ".join(warnings(seen))
 
 

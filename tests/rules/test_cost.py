@@ -8,6 +8,7 @@ import pytest
 
 from stratagem.rules.tickets import Push
 from stratagem.rules.updates import Asynchronous, Drop, Ramp, ScaleDown, Synchronous, Updates
+from tests.clock import unless_late
 from tests.rules.drive import ledger
 
 
@@ -37,4 +38,4 @@ def cost(updates: Updates, workers: int, rounds: int) -> float:
 def test_among_many_as_among_few(updates: Updates) -> None:
     few = min(cost(updates, 10, 100) for _ in range(5))
     many = min(cost(updates, 1000, 1) for _ in range(5))
-    assert many < 4 * few, f"{many * 1e6:.1f} us a push among 1000, {few * 1e6:.1f} among 10"
+    unless_late(many < 4 * few, f"{many * 1e6:.1f} us among 1000, {few * 1e6:.1f} among 10")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import pickle
@@ -132,16 +131,20 @@ def test_a_load_among_many_savings_comes_to_its_end(
 ) -> None:
     """On a slow disk each reading is overtaken; then others are kept out for one."""
     read, over, found = checkpoint._read_state, threading.Event(), list[float | None]()
+    saved = 1
 
     def slowly(*args: Any) -> dict[str, Any]:
-        time.sleep(0.1)
+        """A reading among savings is overtaken by one; with the savers kept out, it is not."""
+        until, before = time.monotonic() + 0.5, saved  # one of them may be at its end already
+        while saved < before + 2 and time.monotonic() < until:
+            time.sleep(0.01)
         return read(*args)
 
     def keep_saving() -> None:
-        for number in itertools.count():
-            if over.wait(0.005):
-                return
-            save(tmp_path, float(number))
+        nonlocal saved
+        while not over.wait(0.005):
+            save(tmp_path, float(saved))
+            saved += 1
 
     monkeypatch.setattr(checkpoint, "_read_state", slowly)
     save(tmp_path, 0.0)

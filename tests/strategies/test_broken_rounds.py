@@ -23,6 +23,7 @@ from stratagem.training.broken_round import (
     RoundProgress,
     furthest,
 )
+from tests.clock import wait_for
 from tests.codecs.by_hand import Replicas
 from tests.strategies.test_compressed import (
     RECORDS,
@@ -32,7 +33,7 @@ from tests.strategies.test_compressed import (
     far,
     rows,
 )
-from tests.strategies.test_meetings import BATCH, EPOCHS, SYNCS, ByHand, adam, fitted, until
+from tests.strategies.test_meetings import BATCH, EPOCHS, SYNCS, ByHand, adam, fitted
 from tests.support import mlp, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -118,7 +119,7 @@ class KillAndSee(Kill):
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_batch_end(batch, logs)
         if self.seen == self.after:
-            until(lambda: self.made.replica().membership.trouble is not None)
+            wait_for(lambda: self.made.replica().membership.trouble is not None)
 
 
 LEAVER = """
@@ -169,7 +170,8 @@ import os, signal, sys, time
 import torch
 import stratagem as sg
 from stratagem.state.outer import OuterFragment
-from tests.strategies.test_meetings import SYNCS, fitted, until
+from tests.clock import wait_for
+from tests.strategies.test_meetings import SYNCS, fitted
 
 plain, ends = OuterFragment.end, [0]
 
@@ -177,7 +179,7 @@ def end(self, *given):
     ends[0] += 1
     if ends[0] == 4 and sys.argv[3] == "0":
         membership = sg.current_replica().membership
-        until(lambda: membership.trouble is not None)
+        wait_for(lambda: membership.trouble is not None)
         membership.raise_if_trouble()
     plain(self, *given)
     if ends[0] == 4 and sys.argv[3] == "2":
@@ -208,8 +210,9 @@ import os, sys
 import torch
 import torch.nn.functional as F
 import stratagem as sg
+from tests.clock import wait_for
 from tests.strategies.test_broken_rounds import adam, looped
-from tests.strategies.test_meetings import fitted, until
+from tests.strategies.test_meetings import fitted
 
 plain, made = torch.optim.Adam.step, [0]
 form, where, me = sys.argv[1], sys.argv[2], sys.argv[3]
@@ -230,7 +233,7 @@ strategy = sg.MultiWorkerMirroredStrategy(
 def wait(seen):
     replica = sg.current_replica()
     if seen == 5 and replica.count == 1:
-        until(lambda: replica.membership.trouble is not None)  # the second waits to join
+        wait_for(lambda: replica.membership.trouble is not None)  # the second waits to join
 
 class Wait(sg.callbacks.Callback):
     seen = 0

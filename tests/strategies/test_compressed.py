@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -163,10 +165,10 @@ WIDE = 1500
 STEPS = 5
 
 
-def tcp_bytes_sent() -> int:
+def tcp_bytes() -> tuple[int, int]:
     """What this process has sent over all its TCP connections, as the kernel counts it, without
-    what it sent again because an answer was late."""
-    total = 0
+    what it sent again because an answer was late; and what still waits in the kernel."""
+    total = waiting = 0
     for descriptor in sockets().values():
         with socket.socket(fileno=os.dup(descriptor)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -175,15 +177,16 @@ def tcp_bytes_sent() -> int:
             if len(told) == _SENT + 16 and told[0] == 1:  # a connection that is up
                 sent, again = struct.unpack("QQ", told[_SENT:])
                 total += sent - again
-    return total
+                waiting += struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0]
+    return total, waiting
 
 
 def at_rest() -> int:
-    """The same once nothing waits in the kernel: what is handed over leaves a little later."""
-    seen, sent = -1, tcp_bytes_sent()
-    while sent - seen > 1000:
+    """The bytes sent, once no more than heartbeats are on their way."""
+    seen, (sent, waiting) = -1, tcp_bytes()
+    while sent - seen > 1000 or waiting > 1000:
         time.sleep(0.2)
-        seen, sent = sent, tcp_bytes_sent()
+        seen, (sent, waiting) = sent, tcp_bytes()
     return sent
 
 

@@ -8,8 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.data.shares import share
+from tests.clock import wait_for
 from tests.ports import free_ports
 from tests.strategies.test_compressed import at_rest, far, rows
 from tests.support import by_hand, data, mlp, moved, strategy
@@ -208,20 +207,12 @@ def goes_on(made: Any, seen: Path) -> list[Tensor]:
     for number, (x, y) in enumerate(shares, 1):
         F.cross_entropy(model(x), y).backward()
         if number == 4 and not chief:
-            until(seen.exists)
+            wait_for(seen.exists)
         optimizer.step()
         optimizer.zero_grad()
         if number == 5 and chief:
             seen.touch()
     return [p.detach().clone() for p in model.parameters()]
-
-
-def until(known: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if known():
-            return
-        time.sleep(0.01)
-    raise AssertionError("what was waited for has not come")
 
 
 @pytest.mark.parametrize("wire", [None, sg.Int8(block=8)], ids=repr)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import stratagem as sg
+from tests.clock import wait_for
 from tests.strategies.test_compressed import by_formula, rows
-from tests.strategies.test_meetings import until
 from tests.support import data, strategy
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,7 +84,7 @@ class Kill(keras.callbacks.Callback):
         self.seen += 1
         if self.seen == self.after:
             os.kill(self.where.replica_group._pool.followers[0].pid, signal.SIGKILL)
-            until(lambda: self.where.replica().membership.trouble is not None)
+            wait_for(lambda: self.where.replica().membership.trouble is not None)
 
 
 @keras.saving.register_keras_serializable("tests")
