@@ -1,6 +1,6 @@
 """A DataLoader whose every batch is this replica's share of the global batch.
 
-Each replica puts its own share together, so a collate function that pads to the longest may make
+Each replica collates its own share, so a collate function that pads to the longest row may make the
 shares of one batch unequally wide; a mask makes up for that.
 """
 
@@ -30,27 +30,27 @@ from stratagem.figures.meter import loading
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import SIGNED, broadcast_tree
 
-#: what fetches the shares of loaders whose workers persist, for as long as the loaders are there:
-#: as on one device, workers outlast a fit, and their seed is drawn once
+#: by loader with persistent workers, the loader that fetches its shares: as on one device, workers
+#: outlast a fit, and their seed is drawn once
 _persistent: weakref.WeakKeyDictionary[DataLoader[Any], DataLoader[Any]] = (
     weakref.WeakKeyDictionary()
 )
 
-#: told before each batch: how many examples are this replica's, and how many there are
+#: called before each batch with the number of this replica's examples, and of all
 Announce = Callable[[int, int], None]
 
 
 class ShareSampler:
-    """Batches of this replica's indices; remembers the sizes for whoever consumes the batches."""
+    """Batches of this replica's indices; keeps their sizes for the consumer of the batches."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
-        #: given while an iteration begins
+        #: set while an iteration begins
         self.collective: Collective | None = None
         self.ordering: Ordering = nullcontext
         self.journal = PassJournal()
         self.dice: list[torch.Generator] = []
-        #: of the batches that the latest iteration has yielded and nobody has got
+        #: sizes of the batches that the latest iteration has yielded and the loader has not
         self.sizes: deque[tuple[int, int]] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -69,7 +69,7 @@ class ShareSampler:
         return _shares(self._unseen(batches), collective.size, collective.rank, sizes)
 
     def _unseen(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches that were not seen before this pass was gone on with."""
+        """Skip the batches that were seen before this pass was resumed."""
         ordering, journal = self.ordering, self.journal
 
         def first() -> Iterator[Any]:
@@ -94,7 +94,7 @@ def _shares(
 
 
 def _whole(batches: Iterator[Any], sizes: deque[tuple[int, int]]) -> Iterator[Any]:
-    """One device: whatever the sampler yields, as it is."""
+    """On one device: yield what the sampler yields, and note the sizes."""
     for batch in batches:
         known = batch if isinstance(batch, Sized) else list(batch)
         sizes.append((len(known), len(known)))
@@ -102,7 +102,7 @@ def _whole(batches: Iterator[Any], sizes: deque[tuple[int, int]]) -> Iterator[An
 
 
 class Around:
-    """A loader around another."""
+    """A wrapper of a loader, with its length and attributes."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -111,13 +111,13 @@ class Around:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while a copy is made
+        if name == "loader":  # in copy.copy, which makes the object without __init__
             raise AttributeError(name)
         return getattr(self.loader, name)
 
 
 class ShareLoader(Around):
-    """Iterates like the loader it was made from, over shares of the same global batches."""
+    """Iterates over this replica's shares of a loader's batches."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class ShareLoader(Around):
         self._inner: DataLoader[Any] | None = None
         check_sampler(loader)
         own_way = loader.batch_sampler is None or type(loader).__iter__ is not DataLoader.__iter__
-        # one device takes loaders that put batches together in a way of their own
+        # one device takes loaders that make batches in a way of their own
         if not is_stream(loader) and not (collective.size == 1 and own_way):
             if loader.batch_sampler is None:
                 raise NotDistributable(
@@ -159,7 +159,7 @@ class ShareLoader(Around):
         try:
             with self._ordering():  # a loader draws a seed for its workers
                 batches = iter(self._inner)
-        finally:  # workers that persist must not keep a strategy alive
+        finally:  # persistent workers must not keep a strategy alive
             sampler.collective, sampler.ordering = None, nullcontext
         sizes = sampler.sizes
         for batch in batches:
@@ -168,7 +168,7 @@ class ShareLoader(Around):
             yield batch
 
     def _streamed(self) -> Iterator[Any]:
-        """The chief reads the stream; every replica gets each batch and keeps its share."""
+        """Have the chief read the stream; every replica gets each batch and keeps its share."""
         collective = self.collective
         for batch in stream(self.loader, collective, self._ordering, self.journal):
             mine, examples, total = own_rows(batch, collective.size, collective.rank)
@@ -177,12 +177,12 @@ class ShareLoader(Around):
 
 
 def is_stream(loader: DataLoader[Any]) -> bool:
-    """Whether its rows have no numbers, so that only one process can read them."""
+    """Whether a loader's rows have no indices, so that only one process can read them."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def in_order(source: Iterator[Any], ordering: Ordering) -> Iterator[Any]:
-    """Everything from an iterator, which draws what orders the data."""
+    """Iterate over a source whose random draws order the data."""
     nothing = object()
     while True:
         with ordering():
@@ -198,7 +198,7 @@ def stream(
     ordering: Ordering = nullcontext,
     journal: PassJournal | None = None,
 ) -> Iterator[Any]:
-    """The chief's batches, whole, on every replica. Collective; no two readers, no pickle."""
+    """Yield the chief's whole batches on every replica; only the chief reads. Collective."""
     journal = PassJournal() if journal is None else journal
     batches: Iterator[Any] = iter(())
     if collective.rank == 0:
@@ -215,15 +215,15 @@ def stream(
     nothing = object()
     while True:
         batch = next(batches, nothing)
-        told = broadcast_tree(collective, None if batch is nothing else [batch])
-        if told is None:
+        sent = broadcast_tree(collective, None if batch is nothing else [batch])
+        if sent is None:
             return
-        yield told[0]
+        yield sent[0]
 
 
 def check_sampler(loader: DataLoader[Any]) -> None:
-    """Refuse a loader that yields its process' part of the data only, as torch's
-    DistributedSampler does: of that part replicas would get shares, and the rest nobody."""
+    """Refuse a loader that yields only its process's part of the data, as torch's
+    DistributedSampler does: replicas would divide that part, and the rest would be lost."""
     batches: Any = loader.batch_sampler
     for sampler in (loader.sampler, batches, getattr(batches, "sampler", None)):
         parts = getattr(sampler, "num_replicas", 1)
@@ -236,7 +236,7 @@ def check_sampler(loader: DataLoader[Any]) -> None:
 
 
 def _fetcher(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
-    """The loader that fetches this replica's shares."""
+    """Return the loader that fetches this replica's shares."""
     if not loader.persistent_workers:
         return _like(loader, rank)
     if loader not in _persistent:
@@ -245,8 +245,8 @@ def _fetcher(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
 
 
 def _own_dice(dice: torch.Generator | None, rank: int) -> torch.Generator | None:
-    """What seeds a replica's workers: the chief's orders the data as well, and the others' must
-    not be the same, or their rows would get the same noise."""
+    """Return the generator that seeds a replica's workers. The chief's also orders the data; each
+    other replica needs its own, or its rows would get the same noise."""
     if dice is None or rank == 0:
         return dice
     drawn = int(torch.empty((), dtype=torch.int64).random_(generator=dice).item())
@@ -254,7 +254,7 @@ def _own_dice(dice: torch.Generator | None, rank: int) -> torch.Generator | None
 
 
 class RowsAtOnce(Dataset[Any]):
-    """The batches of a TensorDataset, each by one index instead of row by row."""
+    """The batches of a TensorDataset, each by one indexing operation instead of row by row."""
 
     def __init__(self, inner: TensorDataset) -> None:
         self.inner = inner
@@ -269,7 +269,7 @@ class RowsAtOnce(Dataset[Any]):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether an index and torch's own collate function make the same of its rows."""
+    """Whether indexing gives the same rows as torch's default collate function."""
     known = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided
     return (
         known
@@ -284,7 +284,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _like(loader: DataLoader[Any], rank: int) -> DataLoader[Any]:
-    """The same loader with a sampler of shares."""
+    """Return the same loader with a sampler of shares."""
     assert loader.batch_sampler is not None
     dataset, collate = loader.dataset, loader.collate_fn
     if type(dataset) is TensorDataset and collate is default_collate and not loader.num_workers:

@@ -1,8 +1,8 @@
-"""Worker processes of a DataLoader when a scheduler signals every process of a job.
+"""DataLoader workers that survive the SIGTERM which a scheduler sends to every process of a job.
 
-The training that has them saves a checkpoint then, and needs them for the batches until that. So
-they end by SIGTERM of their parent, and soon after its end, and by no other SIGTERM. What they
-start themselves ends by any, as always.
+Their training saves a checkpoint then, and needs them for the batches until that. So they end by a
+SIGTERM from their parent, and soon after its end, but by no other SIGTERM. Processes that they
+start end by any SIGTERM, as usual.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OutlastSignals:
 
 
 def _unblock_in_children() -> None:
-    """A mask is inherited, and who starts a program may end it by SIGTERM, and wait for that."""
+    """Unblock SIGTERM in child processes, which inherit the mask: it may be used to end them."""
     unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, _SIGNALS)
     os.register_at_fork(after_in_child=unblock)
     start = subprocess.Popen.__init__
@@ -57,22 +57,22 @@ def _unblock_in_children() -> None:
 
 
 def _watch() -> None:
-    """End this process when its parent says so, or has ended behind a SIGTERM for all."""
+    """End this process when its parent sends SIGTERM, or has ended after a SIGTERM for all."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # forked ones keep open what tells others of a parent's end; others are a fork server's
+    # a forked worker keeps the parent's sentinel open itself; others are children of a fork server
     forked = os.getppid() == parent.pid
-    told: signal.struct_siginfo | None = signal.sigwaitinfo(_SIGNALS)
-    while told is None or told.si_pid != parent.pid:
+    received: signal.struct_siginfo | None = signal.sigwaitinfo(_SIGNALS)
+    while received is None or received.si_pid != parent.pid:
         if os.getppid() != parent.pid if forked else not parent.is_alive():
             break
-        told = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
+        received = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
     os._exit(0)
 
 
 @contextmanager
 def outlasting(source: Any) -> Iterator[None]:
-    """Have workers that a loader starts meanwhile outlast SIGTERM."""
+    """Have workers that a loader starts in this block survive SIGTERM."""
     if not isinstance(source, DataLoader) or not source.num_workers:
         yield
         return

@@ -1,8 +1,8 @@
-"""One pass over data: what its order was drawn from, and how many batches of it were seen.
+"""One pass over data: the generators' states at its beginning, and how many batches were seen.
 
-Whoever goes on with a pass draws its order once more, from where the generators stood when it
-began, and leaves out the batches that were seen: samplers are asked for indices only, so that no
-row is read in vain. Streams of batches are read, and thrown away.
+A training that resumes in mid-pass draws the order once more, from these states, and skips the
+batches that were seen: samplers are asked for indices only, so that no row is read in vain. Streams
+of batches are read and thrown away.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +25,21 @@ def _nothing() -> None:
 
 
 class PassJournal:
-    """Notes where the present pass of one source of data began; or has a pass go on."""
+    """Records the generators' states when a pass over one source begins, and resumes a pass."""
 
     def __init__(self, *, once: bool = False) -> None:
-        """`once`: all passes are one, over a generator."""
-        #: on the chief: where the generators stood when this pass began
+        """`once`: all passes together read one generator once."""
+        #: on the chief: the generators' states when this pass began
         self.begun: dict[str, Any] | None = None
         self.once = once
-        #: of the epoch that the next pass goes on with: how many batches were seen
+        #: how many batches were seen of the epoch that the next pass resumes
         self.seen = 0
         self._skip, self._seeded = 0, False
         self._states: dict[str, Any] | None = None
         self._then: Callable[[], None] = _nothing
-        #: while a pass is gone on with, and nothing of it was drawn
+        #: while a pass has begun and drawn nothing
         self._dice: Sequence[torch.Generator] | None = None
-        #: of the last batches of row numbers: how many there were, and a digest of all of them
+        #: of the last batches of row numbers: their count so far, and a digest of all until then
         self._digests: deque[tuple[int, int]] = deque(maxlen=1024)
 
     def __reduce__(self) -> Any:
@@ -47,64 +47,74 @@ class PassJournal:
 
     def go_on(
         self,
-        seen: int = 0,
-        states: dict[str, Any] | None = None,
-        then: Callable[[], None] = _nothing,
+        saved: Mapping[str, Any],
+        dice: Sequence[torch.Generator] | None,
+        then: Callable[[], None],
         *,
-        earlier: int = 0,
-        seeded: bool = False,
+        begun: bool,
+        persistent: bool,
     ) -> None:
-        """Have the next pass begin where these states were noted, and leave out `seen` batches.
+        """Have the next pass be the rest of the one in a checkpoint, in the same order.
 
         Args:
-            then: called before the first row is read.
-            earlier: where all passes are one, the batches of the epochs before.
-            seeded: a pass that is not begun yet would draw no seed for workers, which persist.
+            saved: has the `batch` and `step`, the `pass` and the states of the `dice`.
+            dice: on the chief, the generators that order the data.
+            then: restores the random numbers for the rows.
+            begun: whether the pass had begun.
+            persistent: whether workers outlast a pass.
         """
-        self.seen, self._skip = seen, seen + (earlier if self.once else 0)
-        self._states, self._then, self._seeded = states, then, seeded
+        for each, state in zip(dice, saved["dice"], strict=True) if dice is not None else ():
+            each.set_state(state)
+        batch, step = int(saved["batch"]), int(saved["step"])
+        self.seen, self._skip = batch, step if self.once else batch
+        self._states, self._then = saved["pass"] if begun else None, then
+        self._seeded = persistent and not begun and step > 0
+        if not begun:
+            self.then()  # the user's code may draw before the first batch
 
     def begin(self, dice: Sequence[torch.Generator]) -> None:
-        """On the chief, inside of what orders the data: a sampler is about to be iterated, which
-        may draw at once, or with its first batch. A loader does this twice before the latter, and
-        draws a seed for its workers between."""
+        """On the chief, with the generators that order data: a sampler is about to be iterated.
+
+        It may draw at once, or with its first batch. A loader iterates it twice before that, and
+        draws a seed for its workers in between.
+        """
         self._dice = dice
         if self._states is not None:
-            # a digest is of the batches seen by then, and this pass will have seen more
+            # the digest is of the batches seen by then, and this pass will have seen more
             self.begun = {name: self._states[name] for name in self._states if name != "digest"}
             set_states(self._states["iter"], dice)
         elif not self.once or self.begun is None:  # else the first pass goes on
             self.begun = {"iter": states_now(dice)}
 
     def before_first(self) -> None:
-        """On the chief, inside of what orders the data: a sampler's first batch is asked for."""
+        """On the chief, with the generators that order data: a sampler is asked for a batch."""
         if self._dice is None or self.begun is None:
             return
         if self._states is not None and "first" in self._states:
             set_states(self._states["first"], self._dice)
-        elif self._seeded:  # a seed was drawn for workers that would have had theirs
+        elif self._seeded:  # the loader has drawn a seed, which persistent workers had before
             set_states(self.begun["iter"], self._dice)
         self.begun = {**self.begun, "first": states_now(self._dice)}
         self._states, self._seeded, self._dice = None, False, None
 
     def skip(self) -> int:
-        """Return how many batches to leave out; the pass after this one has them all again."""
+        """Return how many batches to skip in this pass; the next pass skips none."""
         skip, self._skip, self.seen = self._skip, 0, 0
         return skip
 
     def then(self) -> None:
-        """The batches that were seen are left out."""
+        """Run `then` of `go_on`, now that the batches that were seen are skipped."""
         then, self._then = self._then, _nothing
         then()
 
     def leave(self) -> None:
-        """Nothing of the pass is read: all batches of its epoch were seen."""
+        """End a pass of which nothing is read, since all batches of its epoch were seen."""
         self.skip()
         self._states = None
         self.then()
 
     def noted(self, seen: int) -> dict[str, Any] | None:
-        """On the chief: where the pass began, and a digest of the batches that were seen."""
+        """On the chief: return `begun`, and a digest of the batches that were seen."""
         digest = next((known for count, known in reversed(self._digests) if count == seen), None)
         return None if self.begun is None else {**self.begun, "digest": digest}
 
@@ -138,19 +148,19 @@ class PassJournal:
 
 
 def _digest(batch: Any, before: int) -> int:
-    """Of a batch's row numbers and all before; other keys of rows do not count."""
+    """The digest of a batch's row numbers and all before; keys of another kind do not count."""
     if not isinstance(batch, list) or {*map(type, batch)} != {int}:
         return before
     return zlib.crc32(array("q", batch).tobytes(), before)
 
 
 def states_now(dice: Sequence[torch.Generator]) -> dict[str, Any]:
-    """Return where everything stands that may order data."""
+    """Return the states of all generators that may order data."""
     return {**generator_states(), "dice": [each.get_state() for each in dice]}
 
 
 def set_states(states: dict[str, Any], dice: Sequence[torch.Generator]) -> None:
-    """Have everything of `states_now` stand there again."""
+    """Restore what `states_now` returned."""
     torch.set_rng_state(states["torch"])
     set_beside_torch(states)
     for mine, state in zip(dice, states["dice"], strict=True):

@@ -1,4 +1,4 @@
-"""Who gets which examples of a global batch.
+"""Shares of a global batch: which replica gets which examples.
 
 Contiguous shares whose sizes differ by at most one, the larger ones first: the batch
 [0 1 2 3 4] on two replicas is [0 1 2] and [3 4]. Nothing is padded, nothing is lost; a replica's
@@ -28,12 +28,12 @@ from stratagem.wire.tree import broadcast_tree
 
 _CHUNK = 1024  # batches whose indices travel in one message
 
-#: inside, what is drawn orders the data
+#: opens a context in which random draws order the data
 Ordering = Callable[[], AbstractContextManager[None]]
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
-    """First and one-past-last example of share `index` of `parts`."""
+    """Return the first and one-past-last example of share `index` of `parts`."""
     each, extra = divmod(total, parts)
     start = index * each + min(index, extra)
     return start, start + each + (index < extra)
@@ -42,10 +42,10 @@ def share(total: int, parts: int, index: int) -> tuple[int, int]:
 def agreed_batches(
     batches: Iterable[Sequence[int]], collective: Collective, ordering: Ordering = nullcontext
 ) -> Iterator[list[int]]:
-    """The chief's batches of indices, the same on every replica. Collective.
+    """Iterate over the chief's batches of indices on every replica. Collective.
 
     Only the chief draws from the sampler, so any sampler works, random ones included; and it draws
-    when one device would: a loop that is left early leaves the dice as one device would.
+    when one device would: a loop that is left early leaves the generators as one device would.
     """
     if collective.rank != 0:
         return _followed(collective)
@@ -57,8 +57,8 @@ def agreed_batches(
 
 
 def draws_at_once(batches: Any) -> bool:
-    """Whether it is one of torch's own that have drawn everything with their first row: reading
-    ahead makes no difference then, but for the end, where torch's RandomSampler draws once more."""
+    """Whether batches come from a sampler of torch's that draws everything with its first row, so
+    that it can be read ahead; only at its end torch's RandomSampler draws once more."""
     if type(batches) is not BatchSampler:
         return False
     sampler: Any = batches.sampler
@@ -71,7 +71,7 @@ def draws_at_once(batches: Any) -> bool:
 def _led(
     batches: Any, source: Iterator[int], collective: Collective, ordering: Ordering
 ) -> Iterator[list[int]]:
-    """As the chief: rows are told in chunks, and the sampler's end is drawn when one gets there."""
+    """As the chief: broadcast indices in chunks; the sampler's end is drawn when it is reached."""
     size, drop = batches.batch_size, batches.drop_last
 
     def rows_in_order() -> Iterator[int]:
@@ -81,8 +81,8 @@ def _led(
             with ordering():
                 chunk = _integers(islice(source, asked))
             left = left - asked if len(chunk) == asked else 0
-            told = {"rows": torch.tensor(chunk, dtype=torch.int64), "left": left}
-            broadcast_tree(collective, told | {"size": size, "drop": drop})
+            sent = {"rows": torch.tensor(chunk, dtype=torch.int64), "left": left}
+            broadcast_tree(collective, sent | {"size": size, "drop": drop})
             yield from chunk
             if not left:
                 break
@@ -95,7 +95,7 @@ def _led(
 def _led_one_by_one(
     source: Iterator[Any], collective: Collective, ordering: Ordering
 ) -> Iterator[list[int]]:
-    """As the chief: nobody knows what the sampler goes by, so it is asked when a batch is due."""
+    """As the chief: ask a sampler of an unknown kind only when a batch is due."""
     while True:
         with ordering():
             drawn = next(source, None)
@@ -108,21 +108,22 @@ def _led_one_by_one(
 
 
 def _followed(collective: Collective) -> Iterator[list[int]]:
-    """As another replica: what the chief tells."""
-    told = broadcast_tree(collective)
-    if "batch" not in told:
-        yield from BatchSampler(_told_rows(told, collective), told["size"], told["drop"])
+    """As any other replica: iterate over the batches that the chief broadcasts."""
+    message = broadcast_tree(collective)
+    if "batch" not in message:
+        rows = _followed_rows(message, collective)
+        yield from BatchSampler(rows, message["size"], message["drop"])
         return
-    while told["batch"] is not None:
-        yield told["batch"].tolist()
-        told = broadcast_tree(collective)
+    while message["batch"] is not None:
+        yield message["batch"].tolist()
+        message = broadcast_tree(collective)
 
 
-def _told_rows(told: Any, collective: Collective) -> Iterator[int]:
-    yield from told["rows"].tolist()
-    while told["left"]:
-        told = broadcast_tree(collective)
-        yield from told["rows"].tolist()
+def _followed_rows(message: Any, collective: Collective) -> Iterator[int]:
+    yield from message["rows"].tolist()
+    while message["left"]:
+        message = broadcast_tree(collective)
+        yield from message["rows"].tolist()
 
 
 def _integers(batch: Iterable[Any]) -> list[int]:
@@ -136,7 +137,7 @@ def _integers(batch: Iterable[Any]) -> list[int]:
 
 
 def rows(tree: Any, start: int, end: int) -> Any:
-    """Rows start..end of everything in a batch that has a row for each example.
+    """Cut rows start..end out of everything in a batch that has a row for each example.
 
     That is every tensor, and every column: a list or tuple without tensors, as long as the batch
     has rows (texts, ids, a dict of facts for each example, ...). Everything else is structure and
@@ -148,14 +149,14 @@ def rows(tree: Any, start: int, end: int) -> Any:
 
 
 def own_rows(batch: Any, parts: int, index: int) -> tuple[Any, int, int]:
-    """The rows of share `index` of a batch, how many they are, and how many the batch has.
+    """Return the rows of share `index` of a batch, their number, and that of the batch's rows.
 
     An empty share borrows a row, so that a loop's body can run; it weighs nothing. One device has
     the batch as it is, whatever that may be.
     """
     if parts == 1:
         total = count_rows(batch)
-        total = total if total >= 0 else 1  # nobody can tell
+        total = total if total >= 0 else 1  # the rows cannot be counted
         return batch, total, total
     total = rows_of(batch)
     start, end = share(total, parts, index)
@@ -163,7 +164,7 @@ def own_rows(batch: Any, parts: int, index: int) -> tuple[Any, int, int]:
 
 
 def map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same dict, list or tuple of function(part) for each part; anything else as it is."""
+    """Apply a function to each part of a dict, list or tuple; return anything else as it is."""
     if isinstance(tree, dict):
         return same_kind(tree, {key: function(part) for key, part in tree.items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -174,7 +175,7 @@ def map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a tree, in order."""
+    """Iterate over the tensors of a tree, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     for part in _parts(tree):
@@ -188,7 +189,7 @@ def _parts(tree: Any) -> Iterable[Any]:
 
 
 def same_kind(tree: dict[Any, Any], parts: dict[Any, Any]) -> dict[Any, Any]:
-    """The parts in a dict of that kind: one whose entries are read as attributes, say."""
+    """Put parts into a dict of the same class, whose entries may be attributes, too."""
     if type(tree) is dict:
         return parts
     made = copy.copy(tree)
@@ -220,7 +221,7 @@ def _has_tensors(tree: object) -> bool:
 
 
 def _has_columns(tree: Sequence[Any]) -> bool:
-    """Whether its members are columns of texts in tuples, and not rows."""
+    """Whether the members of a list are columns of texts in tuples, and not rows."""
     return all(
         isinstance(part, tuple)
         and len(part) == len(tree)
@@ -231,15 +232,15 @@ def _has_columns(tree: Sequence[Any]) -> bool:
 
 
 def _is_column(tree: object) -> bool:
-    """Whether it is a list of plain values."""
+    """Whether a value is a list of plain values."""
     if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
         return False
     return not any(isinstance(part, torch.Tensor | dict | list | tuple) for part in tree)
 
 
 def count_rows(tree: object) -> int:
-    """Examples in a batch: the length of its first tensor. Of a batch without tensors the length
-    of its lists of plain values; -1 if there are none, or of several lengths."""
+    """Return the number of examples in a batch: the length of its first tensor; without tensors,
+    that of its lists of plain values, -1 if there are none or of several lengths."""
     tensors = _lengths(tree, lambda t: isinstance(t, torch.Tensor) and t.dim() > 0)
     first = next(tensors, None)
     if first is not None:
@@ -249,7 +250,7 @@ def count_rows(tree: object) -> int:
 
 
 def rows_of(batch: object) -> int:
-    """Examples in a batch that is to be cut into shares."""
+    """Return the number of examples in a batch that is to be cut into shares."""
     total = count_rows(batch)
     if total < 0:
         raise NotDistributable(
@@ -260,7 +261,7 @@ def rows_of(batch: object) -> int:
 
 
 def _lengths(tree: Any, has_rows: Callable[[Any], bool]) -> Iterator[int]:
-    """Of everything in a tree that has rows, in order."""
+    """Iterate over the lengths of everything in a tree that has rows, in order."""
     if has_rows(tree):
         yield len(tree)
         return

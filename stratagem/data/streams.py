@@ -3,12 +3,11 @@
     torch's generator   seed 0 -> 1 -> 2 -> ...      shuffling goes on here, as without a model
     the model's                 dropout, noise       as many as this replica's share needs
 
-A replica's dropout draws for its share of the batch, and so does a dataset that makes noise of its
-own. Were there one stream, what is drawn next would depend on the number of replicas, and with it
-the order of the next epoch.
+A replica's dropout draws for its share of the batch, and so does a dataset that makes noise. With
+one stream, the next draw, and the order of the next epoch, would depend on the number of replicas.
 
-Replicas that are forked from one process would draw alike. What each draws follows from where the
-caller's generators stand when it calls (`RngStates`); the caller's own sequences are not touched.
+Replicas that are forked from one process would draw the same. Each is seeded from the states of the
+caller's generators at the call (`RngStates`); the caller's own sequences are not touched.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def mixed(seed: int, index: int, generation: int = 0) -> int:
-    """A seed of its own for a replica, and for each fit."""
+    """Return a seed that differs for each replica, and for each fit."""
     return ((seed & (2**62 - 1)) + _MIX * (index + (generation << 20))) % 2**63
 
 
 def seed_torch(seed: int) -> None:
-    """As `torch.manual_seed`, which notes the stack for accelerators even if torch knows none."""
+    """Seed as `torch.manual_seed`, which records a stack trace even without an accelerator."""
     if torch.accelerator.current_accelerator() is None:
         torch.default_generator.manual_seed(seed)
     else:
@@ -44,10 +43,10 @@ def seed_torch(seed: int) -> None:
 
 
 class RandomStreams:
-    """While it is in hand, torch's CPU generator is the model's; `end` gives it back."""
+    """Two streams on torch's CPU generator, which is the model's until `end`."""
 
     def __init__(self, seed: int | None = None) -> None:
-        """`seed` is for the model; without one it draws what it would draw by itself."""
+        """`seed` is for the model; without one it goes on from the generator's state."""
         self._data = torch.get_rng_state()
         self._ordering = False
         if seed is not None:
@@ -56,7 +55,7 @@ class RandomStreams:
 
     @contextmanager
     def for_data(self) -> Iterator[None]:
-        """What is drawn inside orders the data."""
+        """Draw from the data's stream in this block."""
         if self._ordering:
             yield
             return
@@ -72,11 +71,11 @@ class RandomStreams:
 
     @property
     def data(self) -> Tensor:
-        """Where the stream stands that orders the data."""
+        """The state of the stream that orders the data."""
         return torch.get_rng_state() if self._ordering else self._data
 
     def go_on(self, *, model: Tensor | None = None, data: Tensor | None = None) -> None:
-        """Have a stream go on from where it stood elsewhere; inside of `for_data`, too."""
+        """Restore the state of a stream; inside of `for_data`, too."""
         if model is not None and self._ordering:
             self._model = model
         elif model is not None:
@@ -87,7 +86,7 @@ class RandomStreams:
             self._data = data
 
     def end(self, *, renew: bool = False) -> None:
-        """Go on where the data's stream is; with `renew` somewhere new if the model drew anything,
+        """Give the generator the data's state; with `renew` a new one if the model drew anything,
         so that it does not draw the same again the next time."""
         drew = renew and not torch.equal(torch.get_rng_state(), self._begun)
         torch.set_rng_state(self._data)
@@ -97,7 +96,7 @@ class RandomStreams:
 
 
 def generator_states(device: torch.device | None = None) -> dict[str, Any]:
-    """Where this process's generators stand: torch's, numpy's and Python's; and a GPU's."""
+    """Return the states of this process's generators: torch's, numpy's, Python's; and a GPU's."""
     _, keys, position, has_gauss, cached = np.random.get_state()
     _, words, gauss = random.getstate()
     found: dict[str, Any] = {
@@ -116,7 +115,7 @@ def generator_states(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_beside_torch(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Have all generators of `generator_states` but torch's on the CPU stand there again."""
+    """Restore all generators of `generator_states` except torch's on the CPU."""
     keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state(
         ("MT19937", keys.numpy().astype(np.uint32), int(position), int(has_gauss), float(cached))
@@ -129,7 +128,7 @@ def set_beside_torch(states: Mapping[str, Any], device: torch.device | None = No
 
 @dataclass(frozen=True)
 class RngStates:
-    """Where the caller's generators stood, in short; sent along with a call."""
+    """Digests of the states of the caller's generators; sent along with a call."""
 
     torch: bytes
     numpy: bytes
@@ -137,7 +136,7 @@ class RngStates:
 
     @classmethod
     def of_caller(cls) -> RngStates:
-        """Look at this process's generators; nothing is drawn from them."""
+        """Digest this process's generators; nothing is drawn from them."""
         return cls(
             _short(torch.get_rng_state().numpy().tobytes()),
             _short(pickle.dumps(np.random.get_state())),
@@ -145,18 +144,18 @@ class RngStates:
         )
 
     def throw(self, index: int) -> None:
-        """In a follower: begin the sequences that the replica with this index has."""
+        """In a follower: seed all generators for the replica with this index."""
         seed_torch(_seed(self.torch, index) >> 1)
         throw_beside_torch(self.beside_torch(), index)
 
     def beside_torch(self) -> list[str]:
-        """Where the generators of numpy and of Python stood."""
+        """The digests of numpy's and Python's generators."""
         return [self.numpy.hex(), self.python.hex()]
 
 
-def throw_beside_torch(told: Sequence[str], index: int) -> None:
-    """Begin the sequences of numpy and Python that the replica with this index has."""
-    numpy, python = map(bytes.fromhex, told)
+def throw_beside_torch(digests: Sequence[str], index: int) -> None:
+    """Seed numpy's and Python's generators for the replica with this index."""
+    numpy, python = map(bytes.fromhex, digests)
     np.random.seed(_seed(numpy, index) >> 32)
     random.seed(_seed(python, index))
 
@@ -166,5 +165,5 @@ def _short(data: bytes) -> bytes:
 
 
 def _seed(state: bytes, index: int) -> int:
-    """64 bits, other ones for every replica."""
+    """Return 64 bits that differ for every replica."""
     return int.from_bytes(_short(state + index.to_bytes(8, "big"))[:8], "big")

@@ -1,12 +1,12 @@
-"""Where the time of this process goes: counters that whoever waits, loads or sends adds to.
+"""Where the time of this process goes: counters to which code that waits, loads or sends adds.
 
     wait    for other replicas, or for a ticket of the servers
     load    drawing batches from the dataset
     link    bringing gradients to the servers, and values back
     bytes   handed over to be sent or added up
 
-They only grow. Whoever counts steps (`training/step_figures.py`) looks at the differences; what is
-left of a step's time is computing.
+They only grow. `training/step_figures.py` takes the differences of each step; the rest of a step's
+time is computation.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Meter:
         self.pushes = self.staleness = 0
         #: how often the membership has changed
         self.generation = 0
-        #: losses of batches that are known here, added up, and how many
+        #: the sum of the batches' losses that are known here, and their number
         self.loss, self.losses = 0.0, 0
-        #: how often an epoch has begun: what came between is no part of a step
+        #: how often an epoch has begun: the time between two is no part of a step
         self.passes = 0
-        #: what the process is in the midst of, "wait" or "load", and since when
+        #: "wait" or "load" while the process does that, and since when
         self.doing, self.since = "", 0.0
         self.is_loading = False
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Time what draws a batch; what waits inside of it is waiting."""
+        """Time the drawing of a batch, without waits inside of it."""
         if self.is_loading:  # a loader inside a loader
             yield
             return
@@ -68,7 +68,7 @@ class Meter:
             self.is_loading, self.doing = False, ""
 
     def next_of(self, source: Iterator[T], nothing: object) -> T | object:
-        """The next batch of a source, or `nothing`, with the time that drawing it takes counted."""
+        """Return the next batch of a source, or `nothing`, and time that."""
         if self.is_loading:
             return next(source, nothing)
         before, started = self.wait, time.perf_counter()  # as `loading`, in a third of its time
@@ -81,7 +81,7 @@ class Meter:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Time what brings tensors to servers, or from them."""
+        """Time the transfer of tensors to servers, or from them."""
         before, started = self.wait, time.perf_counter()
         try:
             yield
@@ -90,7 +90,7 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Time a wait for others."""
+        """Time a wait for other tasks."""
         started = self.begin_wait()
         try:
             yield
@@ -98,22 +98,22 @@ class Meter:
             self.end_wait(started)
 
     def begin_wait(self) -> float:
-        """A wait begins; returns when."""
+        """Begin a wait; return the time."""
         self.doing, self.since = "wait", time.perf_counter()
         return self.since
 
     def end_wait(self, started: float) -> None:
-        """The wait that began then is over."""
+        """End the wait that began at `started`."""
         self.wait += time.perf_counter() - started
         self.doing = ""
 
 
-#: of this process
+#: the meter of this process
 METER = Meter()
 
 
 def loading(batches: Iterable[T]) -> Iterator[T]:
-    """The same batches, with the time that drawing them takes counted."""
+    """Iterate over batches, and time how long drawing them takes."""
     METER.passes += not METER.is_loading
     nothing = object()
     with METER.loading():

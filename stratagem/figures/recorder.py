@@ -4,8 +4,8 @@
     {"time": 1760000001.1, "step": 96, "steps": 96, "rate": 1536.2, "compute": 0.0071, ...}
     {"time": 1760000002.0, "event": "save", "text": "digits.safetensors"}
 
-Nothing is written where nobody asks. A file is appended to: a task that is started again goes on
-in it, with another "start".
+Nothing is written if the variable is not set. Lines are appended: a task that is started again goes
+on in its file, with another "start".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIABLE = "STRATAGEM_RECORD"
 PERIOD = 1.0  # seconds between two lines
 ENDING = ".jsonl"
 
-#: of this process, by task; and what happened before there was one
+#: the recorders of this process by task, and the events before there was one
 _recorders: dict[str, Recorder] = {}
 _early: list[dict[str, Any]] = []
 
@@ -81,7 +81,7 @@ class Recorder:
 
 
 def recorder(task: str) -> Recorder | None:
-    """The recorder of a task of this process, if somebody has asked for figures."""
+    """Return the recorder of a task of this process, if figures are to be recorded."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return None
@@ -96,7 +96,7 @@ def recorder(task: str) -> Recorder | None:
 
 
 def event(kind: str, text: str, **facts: Any) -> None:
-    """Something happened: a fault, a join, a saving. `about` is another task than this one."""
+    """Record an event: a fault, a join, a checkpoint. `about` names another task than this one."""
     if not os.environ.get(VARIABLE):
         return
     entry = {"event": kind, "text": text, **facts}
@@ -107,12 +107,12 @@ def event(kind: str, text: str, **facts: Any) -> None:
 
 
 def is_recording() -> bool:
-    """Whether somebody has asked for figures."""
+    """Whether figures are to be recorded."""
     return bool(os.environ.get(VARIABLE))
 
 
 def epoch_event(epoch: int, logs: Mapping[str, Any]) -> None:
-    """An epoch is over; `logs` as callbacks get them."""
+    """Record the end of an epoch; `logs` as callbacks get them."""
     if os.environ.get(VARIABLE):
         numbers = {name: float(n) for name, n in logs.items() if isinstance(n, int | float)}
         known = {name: n for name, n in numbers.items() if math.isfinite(n)}
@@ -120,7 +120,7 @@ def epoch_event(epoch: int, logs: Mapping[str, Any]) -> None:
 
 
 def _end(owner: int) -> None:
-    """This process ends of itself; one that is killed says nothing."""
+    """Record that this process ends; a process that is killed writes nothing."""
     error = getattr(sys, "last_value", None)
     why = {} if error is None else {"error": f"{type(error).__name__}: {error}"[:500]}
     if os.getpid() == owner:
@@ -129,7 +129,7 @@ def _end(owner: int) -> None:
 
 
 def _forget() -> None:
-    """A forked child is another task, or none."""
+    """Drop the recorders in a forked child, which is another task, or none."""
     _recorders.clear()
     _early.clear()
 

@@ -1,4 +1,4 @@
-"""A run's folder, read: its tasks, their lines of figures, and what happened to them."""
+"""Reads a run's folder: its tasks, their lines of figures, and their events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from stratagem.errors import UsageError
 from stratagem.figures.recorder import ENDING, VARIABLE
 
-#: the launcher's own file, of what became of its processes
+#: the launcher's own file, with the fates of its processes
 LAUNCHER = "launcher"
 SILENT = 10.0  # seconds without a line, after which a task is called silent
 RUNS = Path("runs")
@@ -32,7 +32,7 @@ class RunTask:
     pid: int = 0
     starts: int = 0
     lines: list[Line] = field(default_factory=list)
-    #: when something of it was last written, and how it ended: "" is well, None not yet
+    #: when the task's last line was written, and how the task ended: "" is well, None not yet
     heard: float = 0.0
     end: str | None = None
 
@@ -52,7 +52,7 @@ class RunTask:
 
     @property
     def doing(self) -> str:
-        """What it is in the midst of, if its last second saw no step."""
+        """What the task is waiting for or loading, if no step ended in its last second."""
         line = self.lines[-1] if self.lines else {}
         return f"{line['doing']} {line['seconds']:.0f} s" if "doing" in line else ""
 
@@ -68,13 +68,13 @@ class RunFolder:
             )
         self.path = path
         self.tasks: dict[str, RunTask] = {}
-        #: what happened, in order of time; each with its task
+        #: events in order of time, each with its task
         self.events: list[Line] = []
         self._places: dict[Path, int] = {}
         self._here = socket.gethostname()
 
     def read(self) -> list[tuple[str, Line]]:
-        """Take in what is new; returns the new lines of figures, with their tasks."""
+        """Read what was appended; return the new lines of figures with their tasks."""
         found: list[tuple[str, Line]] = []
         paths = sorted(self.path.glob(f"*{ENDING}"))
         new = [(path, line) for path in paths for line in self._appended(path)]
@@ -134,11 +134,11 @@ class RunFolder:
         if task.end is not None:
             return "dead" if task.end else "done"
         if task.host == self._here and not _lives(task.pid):
-            # a process that was started by another ends with it, and has no word of its own
+            # a process that was started by another ends with it, and writes no end of its own
             ended = [each.end for each in self.tasks.values() if each.end is not None]
             return "done" if ended and not any(ended) else "dead"
         if not task.lines and task.host == self._here:
-            return "runs"  # it lives, and has made no step yet
+            return "runs"  # the process lives, and has made no step yet
         now = time.time() if now is None else now
         return "silent" if now - task.heard > SILENT else "runs"
 
@@ -164,7 +164,7 @@ def _lives(pid: int) -> bool:
 
 
 def find(given: str | None) -> RunFolder:
-    """The folder that is meant: the one given, STRATAGEM_RECORD's, or the newest in runs/."""
+    """Open the given folder, or that of STRATAGEM_RECORD, or the newest in runs/."""
     if given is not None:
         return RunFolder(Path(given))
     if os.environ.get(VARIABLE):

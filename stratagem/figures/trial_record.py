@@ -1,9 +1,9 @@
-"""What a trial of a sweep leaves in the folder that STRATAGEM_TRIAL names: metrics and a model.
+"""The files of a sweep's trial, in the folder that STRATAGEM_TRIAL names: metrics and a model.
 
     metrics.jsonl      {"epoch": 3, "loss": 0.41, "val_accuracy": 0.93}, a line an epoch
     model.safetensors, or model.keras; written when `fit` ends
 
-Nothing is written where nobody asks. A script without `fit` appends such lines itself.
+Nothing is written if the variable is not set. A script without `fit` appends such lines itself.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 #: names the folder of a trial
 VARIABLE = "STRATAGEM_TRIAL"
 METRICS = "metrics.jsonl"
-#: how the names of a model's files begin
+#: the stem of a model's files
 MODEL = "model"
 
 
 def model_path(ending: str) -> Path | None:
-    """Where the trained model goes, if this process is a trial."""
+    """Return the path for the trained model, if this process is a trial."""
     folder = os.environ.get(VARIABLE)
     return Path(folder, MODEL + ending) if folder else None
 
 
 def record_epoch(epoch: int, logs: Mapping[str, Any]) -> None:
-    """Append a line for an epoch that is over; what is not finite is null."""
+    """Append the line of an epoch; numbers that are not finite become null."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
@@ -41,7 +41,7 @@ def record_epoch(epoch: int, logs: Mapping[str, Any]) -> None:
 
 
 def read_epochs(folder: Path) -> list[dict[str, float | None]]:
-    """The lines so far, an unfinished last one left out; ValueError if one is something else."""
+    """Return the lines so far without an unfinished last one; ValueError if one is malformed."""
     try:
         data = (folder / METRICS).read_bytes()
     except FileNotFoundError:
@@ -59,7 +59,7 @@ def _numbers(line: bytes) -> dict[str, float | None]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's, or a tensor of one, as Python's own."""
+    """Convert a number of numpy's, or a tensor of one element, to a Python number."""
     return value.item() if getattr(value, "ndim", None) == 0 else value
 
 

@@ -94,26 +94,17 @@ def go_on_with_data(
     job: Fit, replica: Replica, told: Mapping[str, Any], random: dict[str, Any] | None
 ) -> None:
     """Have the next pass be the rest of the one that was saved, in the same order."""
-    source, batch = job.source, int(told["batch"])
+    source, dice = job.source, None
     if told["seed"] is not None:
         source.seed = int(told["seed"])
     if replica.is_chief:
         if replica.streams is not None:
             replica.streams.go_on(data=told["data"])
         held = [] if job.validation is None else job.validation.dice()
-        for dice, state in zip((*source.dice(), *held), told["dice"], strict=True):
-            dice.set_state(state)
+        dice = [*source.dice(), *held]
     then = partial(set_random, replica, random)
-    begun = bool(batch) or bool(told.get("begun")) or (source.once and bool(told["step"]))
-    source.journal.go_on(
-        batch,
-        told["pass"] if begun else None,
-        then,
-        earlier=int(told["step"]) - batch,
-        seeded=source.seeds_once and not begun and bool(told["step"]),
-    )
-    if not begun:
-        source.journal.then()  # callbacks may draw before the next epoch
+    begun = bool(told["batch"] or told.get("begun") or (source.once and told["step"]))
+    source.journal.go_on(told, dice, then, begun=begun, persistent=source.seeds_once)
 
 
 # --- what a standby takes over in the midst of a step ---------------------------------------------

@@ -21,15 +21,15 @@ from stratagem.tracebacks import described
 
 @dataclass
 class FollowerState:
-    """What a follower keeps between calls: its membership socket, and whatever calls put there."""
+    """The state of a follower between calls: its membership socket, and what calls put there."""
 
     sock: socket.socket
     things: dict[str, Any] = field(default_factory=dict)
-    #: told the traceback of a failing call, before the caller is
+    #: called with the traceback of a failing call before the caller is answered
     on_failure: Callable[[str], None] | None = None
 
 
-#: before a call that is not run, only prepared for, and never answered; no pickle begins so
+#: prefix of a call that is only prepared for, neither run nor answered; no pickle begins so
 PRELOAD = b"preload:"
 #: set in a follower's process, None everywhere else
 state: FollowerState | None = None
@@ -37,7 +37,7 @@ state: FollowerState | None = None
 
 @dataclass
 class CallResult:
-    """How a call went: a value, or the exception (None if it cannot be pickled) and its text."""
+    """The result of a call: a value, or an exception (None if it cannot be pickled) and text."""
 
     value: Any = None
     failed: bool = False
@@ -80,7 +80,7 @@ def main(
         try:
             pipe_frames.send(control, _answer(data))
         except ConnectionError:
-            return  # its owner has dropped it: nobody waits for the answer
+            return  # the owner has dropped this follower, and does not wait for the answer
 
 
 def _answer(data: bytes) -> bytes:
@@ -113,7 +113,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """The exception itself if it survives the journey there, else None."""
+    """Return the exception if it can be pickled and unpickled, else None."""
     try:
         graph_pickle.loads(graph_pickle.dumps_answer(error))
     except Exception as problem:
@@ -123,7 +123,7 @@ def _portable(error: BaseException) -> BaseException | None:
 
 
 def _die_with_socket(sock: socket.socket) -> None:
-    """Where the kernel has no parent-death signal: end when the owner's socket closes."""
+    """End when the owner's socket closes, where the kernel has no parent-death signal."""
 
     def watch() -> None:
         while True:
@@ -131,7 +131,7 @@ def _die_with_socket(sock: socket.socket) -> None:
                 if not sock.recv(1, socket.MSG_PEEK):
                     os._exit(1)
             except BlockingIOError:
-                pass  # nothing was said, and nothing has closed
+                pass  # no data, and the socket is open
             threading.Event().wait(0.5)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -34,18 +34,18 @@ from stratagem.wire.tree import SIGNED, flat_bytes
 log = logging.getLogger("stratagem")
 
 _LARGE = 1 << 16
-#: asked first how an object is reduced; NotImplemented leaves it to the next
+#: tried in turn to reduce an object; NotImplemented leaves it to the next one
 _reducers: list[Callable[[Any], Any]] = []
 
 
 def register(reduce: Callable[[Any], Any]) -> None:
-    """Let a front end say how its own objects travel."""
+    """Register how a front end's own objects are reduced."""
     if reduce not in _reducers:
         _reducers.append(reduce)
 
 
 class _AnswerPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """What a child sends back: everything within the message."""
+    """Pickles a child's answer, with everything within the message."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -54,7 +54,7 @@ class _AnswerPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is Tensor:
             if _is_bytes_alone(obj):  # torch takes ten times as long
                 return _copied, (bytearray(flat_bytes(obj).numpy()), obj.dtype, tuple(obj.shape))
-            if obj.dtype in SIGNED:  # torch cannot read what it writes of it
+            if obj.dtype in SIGNED:  # torch cannot read its own pickle of these
                 return _unsigned, (obj.view(SIGNED[obj.dtype]), obj.dtype)
         return super().reducer_override(obj)
 
@@ -63,11 +63,11 @@ class _Pickler(_AnswerPickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.segments: list[Segment] = []
-        #: what travels of `__main__` and can be found there, by name
+        #: by name, the objects of `__main__` that are sent and can be found there
         self.names: dict[str, Any] = {}
 
     def _segment(self, size: int) -> Segment:
-        """Memory that is filled here, and then mapped by the children alone."""
+        """Make memory that is filled here and then mapped by the children only."""
         self.segments.append(Segment(size))
         return self.segments[-1]
 
@@ -107,7 +107,7 @@ class _Pickler(_AnswerPickler):
 
 
 def is_found(obj: type | FunctionType) -> bool:
-    """Whether plain pickle would: not so the class of a cell that ran again since."""
+    """Whether plain pickle would find an object: not the class of a cell that has run again."""
     found: Any = sys.modules.get(obj.__module__)
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -115,10 +115,10 @@ def is_found(obj: type | FunctionType) -> bool:
 
 
 def _way_to(obj: Any) -> tuple[str, ...] | None:
-    """A module and the attributes that lead from it to an object which only the name can send.
+    """Return a module and the attributes that lead to an object which can only be sent by name.
 
     `torch.backends.cudnn` and `torch.ops` are objects put in a module's place; `torch.ops.aten`
-    and the operators below it are made when asked for.
+    and the operators below it are made when they are first used.
     """
     if isinstance(obj, OpOverload):
         return ("torch.ops", *obj._schema.name.split("::"), obj._overloadname)
@@ -141,7 +141,7 @@ def _reach(module: str, *attributes: str) -> Any:
 
 
 def _is_parametrized(obj: Any) -> bool:
-    """Whether torch has given the module a class of its own making, which refuses pickling."""
+    """Whether torch's parametrize has replaced the module's class by one that refuses pickling."""
     if not isinstance(obj, nn.Module):
         return False
     refusal = vars(type(obj)).get("__getstate__")
@@ -149,7 +149,7 @@ def _is_parametrized(obj: Any) -> bool:
 
 
 def _parts(module: Any) -> tuple[type[nn.Module], list[str]]:
-    """The class that such a module had, and the names of the tensors that are computed."""
+    """Return a parametrized module's own class, and the names of the computed tensors."""
     return type(module).__bases__[0], list(module.parametrizations)
 
 
@@ -163,7 +163,7 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _is_bytes_alone(tensor: Tensor) -> bool:
-    """Whether type, shape and bytes in order are all that there is of it."""
+    """Whether a tensor is no more than type, shape and contiguous bytes."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return _plain(tensor) and tensor.is_contiguous() and not lazy and not vars(tensor)
 
@@ -188,14 +188,14 @@ def _array(handle: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, A
 
 
 def _private(handle: str) -> mmap.mmap:
-    """The segment's content, copied page by page where this child writes."""
+    """Map a segment; pages are copied where this child writes."""
     path, _, size = handle.rpartition(":")
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), int(size), access=mmap.ACCESS_COPY)
 
 
 def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
-    """The bytes, and the segments that must live until every child has read them."""
+    """Return the bytes, and the segments that must exist until every child has read them."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
@@ -213,7 +213,8 @@ def dumps(obj: Any) -> tuple[bytes, list[Segment]]:
 
 
 def dumps_answer(obj: Any) -> bytes:
-    """The bytes of what a child answers, without segments: nobody would know when to end them."""
+    """Return the bytes of a child's answer, without segments: no process could tell when to free
+    them."""
     file = io.BytesIO()
     _AnswerPickler(file).dump(obj)
     return file.getvalue()
@@ -224,22 +225,22 @@ def loads(data: bytes) -> Any:
 
 
 def loads_call(data: bytes) -> Any:
-    """In a child: what was sent, and the classes and functions that came along get their names.
+    """In a child: load a call, and put the classes and functions of `__main__` under their names.
 
-    Pickle knows them by these in the child's own children: a worker of a DataLoader that could not
-    send a batch would keep everybody waiting for it.
+    Pickle needs the names in the child's own children: a DataLoader worker that cannot send a batch
+    would block all replicas.
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     call = unpickler.load()
     for name, thing in unpickler.load().items():
-        thing.__qualname__ = name  # cloudpickle forgets what class a class is in
+        thing.__qualname__ = name  # cloudpickle drops the name of the outer class
         if "." not in name:
             setattr(sys.modules["__main__"], name, thing)
     return call
 
 
 class _Placeholder:
-    """What stands for anything that a pickle would make."""
+    """Replaces every object that a pickle would make."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -265,8 +266,8 @@ class _Importer(pickle.Unpickler):
 
 
 def preload(call: bytes) -> None:
-    """In a child: import what a call needs, so that nobody waits for that when one comes."""
+    """In a child: import what a call needs, before the call comes."""
     try:
         _Importer(io.BytesIO(call)).load()
-    except (Exception, SystemExit) as problem:  # the call says itself what is wrong, if it comes
+    except (Exception, SystemExit) as problem:  # the call itself will raise it, if it comes
         log.debug("what a call needs is imported when it comes: %r", problem)

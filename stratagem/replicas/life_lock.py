@@ -1,8 +1,8 @@
-"""A lock that a process holds for as long as it lives: whoever waits for it learns of its death.
+"""A lock that a process holds as long as it lives, so that a waiting thread learns of its death.
 
 The kernel frees the memory of a dead process before it closes its sockets, which takes 20 to 150 ms
-for one with torch. Before both it gives back the robust mutexes of each thread that ends, and wakes
-who waits for one: within a millisecond, and at no cost while everybody lives (Linux).
+with torch. Before both it releases the robust mutexes of each thread that ends, and wakes a thread
+that waits for one: within a millisecond, and at no cost meanwhile (Linux).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from contextlib import suppress
 _PROCESS_SHARED = _ROBUST = 1
 _ATTRIBUTES = 64  # bytes, more than any C library needs
 _PF_EXITING = 0x4
-_FLAGS = 6  # the place of a thread's flags behind its name in /proc/<pid>/stat
-_LOOK, _MOST = 0.0005, 5.0  # seconds: between two looks at its threads, and of all looks
+_FLAGS = 6  # the position of a thread's flags after its name in /proc/<pid>/stat
+_LOOK, _MOST = 0.0005, 5.0  # seconds between two looks at the threads, and until the last
 
-#: in a process that holds one: what keeps its memory mapped
+#: the locks that this process holds, whose memory must stay mapped
 _held: list[LifeLock] = []
 
 
@@ -35,7 +35,7 @@ class LifeLock:
 
     @classmethod
     def make(cls) -> LifeLock | None:
-        """A lock for a process to hold; None where the system has none that outlive a holder."""
+        """Make a lock; None where the system has no robust mutexes."""
         c = ctypes.CDLL(None)
         if sys.platform != "linux" or not hasattr(c, "pthread_mutexattr_setrobust"):
             return None
@@ -49,15 +49,15 @@ class LifeLock:
         return self
 
     def hold(self) -> None:
-        """In the process, on its main thread: hold it until the end."""
+        """In the process, on its main thread: hold the lock until the process ends."""
         _check(ctypes.CDLL(None).pthread_mutex_lock(self._mutex))
         os.close(self.fd)
         _held.append(self)
 
     def await_end(self, pid: int) -> bool:
-        """Wait until the process that holds it has died, and none of its threads will run again.
+        """Wait until the holder has died, and none of its threads will run again.
 
-        Returns False where that cannot be told: it did not hold the lock yet, or /proc is hidden.
+        Returns False if that is not known: it did not hold the lock yet, or /proc is hidden.
         """
         c = ctypes.CDLL(None)
         died: bool = c.pthread_mutex_lock(self._mutex) == errno.EOWNERDEAD
@@ -80,7 +80,7 @@ def _runs(pid: int) -> bool:
     """Whether a thread of a process may still run, and write into shared memory."""
     if not os.path.isdir("/proc/self/task"):
         return True
-    with suppress(FileNotFoundError):  # it was reaped
+    with suppress(FileNotFoundError):  # the process was reaped
         return not all(_is_exiting(pid, thread) for thread in os.listdir(f"/proc/{pid}/task"))
     return False
 

@@ -1,4 +1,4 @@
-"""Messages between a process and the followers it started: frames with nothing but a body."""
+"""Messages between a process and the followers it started: frames that have only a body."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stratagem.cluster.framing import HEAD, FrameReader, encode
 
 
 def send(sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: None) -> None:
-    """A whole message; `watch` is called while the other side does not read, and may raise."""
+    """Send a message; `watch` is called while the receiver does not read, and may raise."""
     sock.sendall(encode({}, len(data)))
     rest = memoryview(data)
     while rest:
@@ -23,20 +23,20 @@ def send(sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: N
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next message, or None when the other side is gone."""
+    """Receive the next message; None if the peer is gone."""
     return PipeReader(sock).receive()
 
 
 class PipeReader:
-    """Messages of one socket, for a reader who will not wait for ever in the middle of one."""
+    """Receives the messages of one socket, and can be interrupted in the middle of one."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self.frames = sock, FrameReader()
 
     def receive(self, watch: Callable[[], None] | None = None) -> bytes | None:
-        """The next message, or None when the other side is gone.
+        """Receive the next message; None if the peer is gone.
 
-        `watch` is called while nothing comes. If it raises, what has come is kept, and the next
+        `watch` is called while no data comes. If it raises, the data so far is kept, and the next
         call goes on from there.
         """
         while True:
@@ -46,7 +46,7 @@ class PipeReader:
             try:
                 count = self._sock.recv_into(self.frames.room)
             except ConnectionResetError:
-                return None  # it has left without hearing us out
+                return None  # the peer has left without reading all that was sent
             if not count:
                 return None
             if (frame := self.frames.filled(count)) is not None:
@@ -54,17 +54,17 @@ class PipeReader:
 
 
 def send_with_fds(sock: socket.socket, data: bytes, fds: list[int]) -> None:
-    """A message with open descriptors attached (Unix sockets)."""
+    """Send a message with open file descriptors attached (Unix sockets)."""
     socket.send_fds(sock, [encode({}, len(data))], fds)
     sock.sendall(data)
 
 
 def receive_with_fds(sock: socket.socket, most: int) -> tuple[bytes | None, list[int]]:
-    """The next message and its descriptors; None for it when the other side is gone."""
+    """Receive the next message and its descriptors; None for the message if the peer is gone."""
     try:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, most)
     except ConnectionResetError:
         return None, []
     reader = PipeReader(sock)
-    list(reader.frames.feed(head))  # no frame yet: a head alone is none
+    list(reader.frames.feed(head))  # yields no frame: a head alone is none
     return (reader.receive() if head else None), fds

@@ -20,7 +20,7 @@ from stratagem.replicas.follower import PRELOAD, CallResult
 from stratagem.replicas.life_lock import LifeLock
 from stratagem.replicas.zygote import ZygoteGone, ZygoteProcess
 
-_LATER = 0.1  # seconds in which those who have just come together need the processors
+_LATER = 0.1  # seconds in which a group that has just formed needs the processors
 
 
 class Follower:
@@ -50,15 +50,15 @@ class Follower:
                 os.close(fd)
 
     def send(self, data: bytes, watch: Callable[[], None]) -> None:
-        """A call; ConnectionError if it is gone."""
+        """Send a call; ConnectionError if the follower is gone."""
         self._failure = None
         pipe_frames.send(self.control, data, watch)
 
     def answer(self, seconds: float, watch: Callable[[], None] | None = None) -> CallResult | None:
-        """Its answer to the last call, if it comes in time; a failure may be read again.
+        """Return the answer to the last call if it comes in time; a failure may be read again.
 
-        Once an answer has begun, `watch` is called while the rest does not come, and may raise;
-        without it the rest, too, must come in time.
+        Once an answer has begun, `watch` is called while the rest is awaited, and may raise;
+        without it the rest must come in time, too.
         """
         if self._failure is not None or not select.select([self.control], [], [], seconds)[0]:
             return self._failure
@@ -77,17 +77,17 @@ class Follower:
         return answer
 
     def preload(self, call: bytes) -> None:
-        """Have it import what a call needs, before one comes."""
+        """Have the follower import what a call needs, before it gets one."""
         self.preloaded = True
-        with contextlib.suppress(OSError):  # who needs it sees that it is gone
+        with contextlib.suppress(OSError):  # a dead follower is noticed when it is needed
             pipe_frames.send(self.control, PRELOAD + call)
 
     def waits(self) -> bool:
-        """Whether it lives, as far as its socket tells, and nothing was asked of it."""
+        """Whether the follower has neither closed its socket nor answered a call."""
         return not select.select([self.control], [], [], 0)[0]
 
     def close(self, *, pipes: bool = False) -> None:
-        """`pipes`: those of its output, too, which otherwise belong to a relay."""
+        """Close the sockets; with `pipes` those of the output, too, unless a relay has them."""
         self.control.close()
         self.member.close()
         for fd in (self.output, self.errors) if pipes else ():
@@ -97,7 +97,7 @@ class Follower:
 class FollowerRelay:
     """Copies lines from the followers' pipes, each behind its replica's name.
 
-    A pipe has the replica's name and that of the stream it leads to: "stdout" or "stderr".
+    A pipe has the replica's name and that of the stream: "stdout" or "stderr".
     """
 
     def __init__(self, pipes: dict[int, tuple[str, str]]) -> None:
@@ -117,7 +117,7 @@ class FollowerRelay:
         self._thread.start()
 
     def add(self, follower: Follower) -> None:
-        """Copy what one more has printed, and prints."""
+        """Copy the output of another follower, too."""
         with self._lock:
             for fd, stream in ((follower.output, "stdout"), (follower.errors, "stderr")):
                 self._pipes[fd], self._partial[fd] = (follower.name, stream), b""
@@ -137,7 +137,7 @@ class FollowerRelay:
             return self._runs
 
     def drain(self) -> None:
-        """Show everything that has arrived by now."""
+        """Show all output that has arrived."""
         with self._lock:
             for fd in [key for key in self._selector.get_map() if isinstance(key, int)]:
                 self._read(fd)
@@ -165,14 +165,14 @@ class FollowerRelay:
         self._thread.join()
         for fd, line in self._partial.items():
             if line:
-                self._show(fd, line)  # the last words of one that died in mid-sentence
+                self._show(fd, line)  # the unfinished line of a follower that died
         self._selector.close()
         for fd in self._pipes:
             os.close(fd)
 
 
 class Pool:
-    """Followers that run what they are told, one call at a time."""
+    """The followers of one process, which run one call at a time."""
 
     def __init__(self, names: list[str], spares: Sequence[Follower] = ()) -> None:
         """`spares` take the first of the names."""
@@ -183,7 +183,7 @@ class Pool:
             | {f.errors: (f.name, "stderr") for f in self.followers}
         )
         self._segments: list[Any] = []
-        #: what the followers run now, for one that takes another's place
+        #: the call that the followers run now, for a standby
         self.call: bytes | None = None
 
     @property
@@ -196,7 +196,7 @@ class Pool:
         arguments: list[tuple[Any, ...]],
         watch: Callable[[], None],
     ) -> None:
-        """Have follower i run `function(*arguments[i])`; `collect` brings the answers."""
+        """Have follower i run `function(*arguments[i])`; `collect` returns the answers."""
         last: tuple[Any, bytes] | None = None
         for follower, args in zip(self.followers, arguments, strict=True):
             if last is None or last[0] is not args:
@@ -211,14 +211,14 @@ class Pool:
         self.call = None if last is None else last[1]
 
     def replace(self, index: int, follower: Follower) -> int:
-        """Have another process in the place of one that died; returns that one's process id."""
+        """Put another process in the place of a dead one; return the dead one's process id."""
         dead, self.followers[index] = self.followers[index], follower
         self._relay.add(follower)
         dead.control.close()
         return dead.pid
 
     def collect(self, watch: Callable[[], None]) -> list[CallResult]:
-        """Every follower's answer; `watch` is called while waiting and may raise."""
+        """Return every follower's answer; `watch` is called meanwhile and may raise."""
         answers: dict[int, CallResult] = {}
         while len(answers) < len(self.followers):
             waiting = {f.control: i for i, f in enumerate(self.followers) if i not in answers}
@@ -226,7 +226,7 @@ class Pool:
             for sock in ready:
                 one = self.followers[waiting[sock]]
                 if one.control is not sock:
-                    continue  # another has taken its place
+                    continue  # a standby has replaced it
                 answer = one.answer(0.0, watch)
                 if answer is not None:
                     answers[waiting[sock]] = answer
@@ -240,8 +240,8 @@ class Pool:
         return [answers[i] for i in range(len(self.followers))]
 
     def _raise_ended(self, one: Follower, watch: Callable[[], None]) -> None:
-        """Wait a moment for the membership to name who died: a closed socket says only that one
-        did. Returns where another takes its place."""
+        """Raise the death of a follower, once the membership names it: a closed socket alone names
+        none. Returns if a standby replaces it."""
         until = time.monotonic() + 1.0
         while time.monotonic() < until:
             watch()
@@ -251,31 +251,31 @@ class Pool:
         raise ChildProcessError(f"{one.name} has ended.")
 
     def release(self) -> None:
-        """All followers have read the call: the memory in which it came is theirs alone."""
+        """Free the memory in which a call was sent, once all followers have mapped it."""
         self._segments.clear()
 
     def drain(self) -> None:
-        """Let everything out that followers have printed so far."""
+        """Show all that followers have printed so far."""
         self._relay.drain()
 
     def orphaned(self) -> ReplicaLost | None:
-        """Return the error to raise if the zygote has ended, and these followers with it."""
+        """Return the error to raise if the zygote has ended, and its followers with it."""
         status = self._zygote.ended()
         if status is None:
             return None
         return self._zygote.lost([follower.name for follower in self.followers], status)
 
     def end(self) -> dict[int, int | None]:
-        """Kill all followers; returns how each ended. A second Ctrl-C cannot cut this short."""
+        """Kill all followers; return their exit statuses. Ctrl-C does not interrupt this."""
         with _unbroken():
             status = self._zygote.end(self.pids) if self.followers else {}
             self._close()
         return status
 
     def kill(self) -> None:
-        """Kill all followers, without waiting for the zygote, or for their ends."""
+        """Kill all followers, without waiting for the zygote or for their ends."""
         if self._zygote.ended() is None:
-            for pid in self.pids:  # none is reaped before `end`, unless the zygote ends just now
+            for pid in self.pids:  # not reaped before `end`, unless the zygote ends just now
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -300,7 +300,7 @@ class _unbroken:
 
 
 class Spares:
-    """Followers without a name or work; made in the background, one set at a time."""
+    """Unused followers without a name, forked in the background, one set at a time."""
 
     def __init__(self) -> None:
         self._waiting: list[Follower] = []
@@ -309,7 +309,7 @@ class Spares:
         self._hurry = threading.Event()
 
     def prepare(self, count: int) -> None:
-        """Have as many as that, soon."""
+        """Fork followers in the background until there are `count`."""
         self._join()
         self._hurry.clear()
         if len(self._waiting) < count and self._open:
@@ -318,7 +318,7 @@ class Spares:
             self._thread.start()
 
     def preload(self, call: bytes) -> None:
-        """Have them import what this call needs, beside it: the next one will need it, too."""
+        """Have spares import what this call needs: the next one will need it, too."""
         before = self._thread
         if before is None and all(one.preloaded for one in self._waiting):
             return
@@ -334,8 +334,8 @@ class Spares:
         self._thread.start()
 
     def take(self, names: list[str]) -> list[Follower]:
-        """Give these names to those who wait, as far as there are any; where the settings of this
-        process have changed since they were forked, none."""
+        """Return as many spares as there are, under these names; none if the settings of this
+        process have changed since they were forked."""
         self._join()
         now = ZygoteProcess.setting()
         if any(one.setting != now or not one.waits() for one in self._waiting):
@@ -347,7 +347,7 @@ class Spares:
         return taken
 
     def end(self) -> None:
-        """End those who wait, for good."""
+        """End all spares, and make no more."""
         self._open = False
         self._join()
         self._end_waiting()
@@ -359,7 +359,7 @@ class Spares:
                 return
             try:
                 self._waiting.append(Follower("a spare replica"))
-            except (OSError, ReplicaLost):  # whoever needs one forks it, and hears why not
+            except (OSError, ReplicaLost):  # raised again where a follower is forked when needed
                 return
 
     def _join(self) -> None:

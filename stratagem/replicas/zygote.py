@@ -1,9 +1,9 @@
 """A process that imports torch once and then forks followers in milliseconds.
 
 It is started by `subprocess`, so `__main__` is never imported again: scripts need no guard, and
-notebooks and standard input work. It lives in a session of its own, so Ctrl-C reaches only the
-process at the keyboard. When that process ends, however it ends, the zygote's socket closes and
-it takes every follower with it.
+notebooks and standard input work. It has a session of its own, so Ctrl-C reaches only the process
+at the keyboard. When that process ends, in whatever way, the zygote's socket closes, and it ends
+with all its followers.
 
 `Zygote` is the process itself, `ZygoteProcess` is its owner's handle. Requests are JSON over a
 socketpair; a fork request carries the follower's descriptors.
@@ -43,10 +43,10 @@ def main() -> None:
 
 
 def _import(names: list[str]) -> None:
-    """Import modules; the garbage collector looks at what they made neither now nor in followers.
+    """Import modules, whose objects the garbage collector never visits, here or in followers.
 
-    Looking costs a seventh of the time that torch takes, and a follower that looks would copy every
-    page it shares with the others.
+    Visiting costs a seventh of the time of importing torch, and in a follower it would copy every
+    page that it shares with other processes.
     """
     gc.disable()
     try:
@@ -58,9 +58,9 @@ def _import(names: list[str]) -> None:
 
 
 class Zygote:
-    """The forking loop; `children` are those whose end the owner has not asked for.
+    """The forking loop; `children` are the followers whose end the owner has not asked for.
 
-    Nobody else reaps them, so until then a process id is nobody else's, dead or not.
+    They are reaped only then, so until then their process ids are not reused.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -72,7 +72,7 @@ class Zygote:
         while True:
             ready, _, _ = select.select([self.channel], [], [], 0.5)
             data, fds = pipe_frames.receive_with_fds(self.channel, 5) if ready else (b"", [])
-            # The owner's own children may hold its end of the socket open: look for it, too.
+            # The owner's other children may hold its end of the socket open: check its pid, too.
             if data is None or os.getppid() != self.owner:
                 self._leave()
             if not ready:
@@ -110,7 +110,7 @@ class Zygote:
         os._exit(0)
 
     def _reaped(self, pids: list[int]) -> dict[str, int | None]:
-        """How those of them ended that have ended by now (None: not known)."""
+        """Return the exit statuses of children that have ended (None: not known)."""
         status: dict[str, int | None] = {}
         for pid in pids:
             done, code = os.waitpid(pid, os.WNOHANG) if pid in self.children else (pid, None)
@@ -120,21 +120,21 @@ class Zygote:
         return status
 
     def _leave(self) -> NoReturn:
-        """End with all children: the owner is gone."""
+        """End with all children, since the owner is gone."""
         self._kill(list(self.children))
-        for pid in self.children:  # they come to their ends side by side
+        for pid in self.children:  # all of them before the first wait
             os.waitpid(pid, 0)
         os._exit(0)
 
     def _kill(self, pids: list[int]) -> None:
-        """SIGKILL also ends a stopped process."""
+        """Kill children by SIGKILL, which ends stopped ones, too."""
         for pid in pids:
             if pid in self.children:
                 os.kill(pid, signal.SIGKILL)
 
 
 def _keras_settings(environ: dict[str, str]) -> dict[str, str]:
-    """Keras reads its backend from the environment when it is imported."""
+    """Return the variables that Keras reads when it is imported."""
     return {name: value for name, value in environ.items() if name.startswith("KERAS_")}
 
 
@@ -159,37 +159,37 @@ main()
 
 #: imported while the user builds a model; making any optimizer imports torch._dynamo (1.6 s)
 _ALWAYS = ["torch", "torch._dynamo", "stratagem.replicas.follower"]
-#: slow imports that followers will need, too, once their owner has them
+#: slow imports that followers need, too, if their owner has made them
 _SLOW = ("stratagem", "torchmetrics", "keras")
-_LOOK = 0.002  # seconds between two looks whether processes have ended
+_LOOK = 0.002  # seconds between two checks whether processes have ended
 _REAPED = 5.0  # seconds until a process whose socket has closed is known to be dead
 
 
 def _worth_sharing() -> list[str]:
-    """Modules that the zygote should import once, rather than every follower for itself."""
+    """Return the modules that the zygote should import, so that followers need not."""
     keras = "keras" in sys.modules and not _has_cuda()
     return sorted(
         name
         for name in sys.modules
         if name.partition(".")[0] in _SLOW
         and (name.startswith("stratagem.") or "." not in name)
-        and (keras or "keras" not in name)  # ours that import it, too
+        and (keras or "keras" not in name)  # modules of this package that import Keras, too
     )
 
 
 def _has_cuda() -> bool:
-    """Importing Keras looks for GPUs, after which a forked child could not use them."""
+    """Whether there are GPUs: importing Keras initialises them, and a fork could not use them."""
     kinds = sys.modules.get("stratagem.wire.device_kinds")
     return kinds is not None and kinds.KINDS["cuda"].count() > 0
 
 
 def _path() -> list[str]:
-    """Where modules are found, as text: people add Path objects, too."""
+    """Return sys.path as text: users add Path objects, too."""
     return [str(each) for each in sys.path]
 
 
 class ZygoteProcess:
-    """This process's zygote; all its strategies share one."""
+    """The handle of this process's zygote, which all its strategies share."""
 
     _instance: ZygoteProcess | None = None
     _guard = threading.Lock()
@@ -220,7 +220,7 @@ class ZygoteProcess:
 
     @classmethod
     def get(cls) -> ZygoteProcess:
-        """Start it if it does not run; returns at once, while it still imports."""
+        """Start the zygote if it does not run; return while it still imports."""
         with cls._guard:
             self = cls._instance
             alive = self is not None and self._owner == os.getpid() and self._process.poll() is None
@@ -231,18 +231,18 @@ class ZygoteProcess:
 
     @classmethod
     def prepare(cls, module: str) -> None:
-        """Have it import what followers will need, while the caller does so itself."""
+        """Have the zygote import what followers will need, while the caller does so itself."""
         with cls._guard:
             self = cls._instance
         if self is not None and self._owner == os.getpid():
-            with self._lock, contextlib.suppress(OSError):  # who forks next sees that it is gone
+            with self._lock, contextlib.suppress(OSError):  # its end is noticed at the next fork
                 pipe_frames.send_with_fds(
                     self._channel, json.dumps({"import": module}).encode(), []
                 )
 
     @staticmethod
     def setting() -> dict[str, Any]:
-        """What followers take over from this process."""
+        """Return the settings that followers inherit from this process."""
         environ, argv = dict(os.environ), list(sys.argv)
         return {"cwd": os.getcwd(), "environ": environ, "path": _path(), "argv": argv}
 
@@ -257,7 +257,7 @@ class ZygoteProcess:
         """
         try:
             if self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                return None  # an answer that is still to be read
+                return None  # an answer is still to be read
         except BlockingIOError:
             return None
         except ConnectionResetError:
@@ -265,7 +265,7 @@ class ZygoteProcess:
         return self._process.wait(_REAPED)
 
     def why_gone(self, names: list[str]) -> ReplicaLost | ChildProcessError:
-        """Return the error for those who cannot be, now that its socket has closed."""
+        """Return the error for followers that cannot be forked, since the zygote has ended."""
         status = self._process.wait(_REAPED)
         if status >= 0:
             return ChildProcessError(
@@ -275,7 +275,7 @@ class ZygoteProcess:
         return self.lost(names, status)
 
     def lost(self, names: list[str], status: int) -> ReplicaLost:
-        """Return the error for followers that its end has taken along, or kept from starting."""
+        """Return the error for followers that have ended with the zygote, or did not start."""
         how, hint = how_it_ended(status)
         return ReplicaLost(
             f"{', '.join(names)} ended because the helper process (pid {self.pid}) that starts the "
@@ -284,7 +284,7 @@ class ZygoteProcess:
         )
 
     def end(self, pids: list[int]) -> dict[int, int | None]:
-        """Kill those that still run; every exit status (negative: a signal's number).
+        """Kill processes that still run; return all exit statuses (negative: a signal's number).
 
         The kernel takes a while for each; meanwhile the zygote may fork for others.
         """
@@ -311,7 +311,7 @@ class ZygoteProcess:
                 if data is None:
                     raise ZygoteGone
                 answer: dict[str, Any] = json.loads(data)
-                if answer["number"] == number:  # not that to a question cut short by Ctrl-C
+                if answer["number"] == number:  # not of a request that Ctrl-C has interrupted
                     return answer
 
 
@@ -320,7 +320,7 @@ class ZygoteGone(Exception):
 
 
 def how_it_ended(status: int | None) -> tuple[str, str]:
-    """What an exit status means (negative: a signal's number; None: unknown), and what to do."""
+    """Describe an exit status (negative: a signal's number; None: unknown), with a remedy."""
     output = "Its last lines of output stand above."
     if status is None or status >= 0:
         return "ended" if status is None else f"ended with exit code {status}", output

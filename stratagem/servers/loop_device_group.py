@@ -34,11 +34,11 @@ class LoopDeviceGroup:
         self._replica, self._model, self._loader = replica, model, loader
         self._params = [p for p in model.parameters() if p.requires_grad]
         look = fingerprint.of_loader(loader, "the loader")
-        #: the type of the wire is for what goes to the servers
         reader = reader_of(replica)
-        assert reader is not None
-        self.reader = reader
-        self.exchange = join_gradients(replica, Settings(), model, optimizer, look, self.reader)
+        assert reader is not None and reader.pushes is not None
+        self.weights = reader.pushes
+        # the strategy's wire is for what goes to the servers
+        self.exchange = join_gradients(replica, Settings(), model, optimizer, look, reader)
         setup.roll_dice_of_devices(replica)
         self.commands = CommandLoop(replica.collective)
 
@@ -70,7 +70,7 @@ class LoopDeviceGroup:
 
     def remove(self) -> None:
         """Remove the hooks: the training is over."""
-        part_gradients(self._model)
+        part_gradients(self._model, self._replica)
 
 
 #: what this device iterates over
@@ -111,7 +111,7 @@ class GroupLoader:
             batch, examples = self._group.share(*payload)
             total = int(payload[0]["total"])
             self._carry.begin(examples, total)
-            self._group.reader.beyond = total / max(examples, 1)
+            self._group.weights.begin(examples, total)
             self._held = True
             yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             if self._held:

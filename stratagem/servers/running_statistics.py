@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stratagem.servers.client import Client
 from stratagem.servers.training_plan import TrainingPlan
-from stratagem.training.lossy_wire import tell_of_dropped
+from stratagem.training.lossy_wire import warn_of_dropped
 
 
 class PushResiduals:
@@ -33,7 +33,7 @@ class PushResiduals:
             return
         made = states[0]["wire"]
         if "pushes" not in states[0] or made != repr(self.record):
-            tell_of_dropped(f"wire={made}")
+            warn_of_dropped(f"wire={made}")
             return
         self.untold = list(states)
         self.load(states)

@@ -37,7 +37,8 @@ from stratagem.servers.loop_session import LoopSession, LoopWrites
 from stratagem.servers.push_committer import PushCommitter
 from stratagem.servers.task_main import in_group
 from stratagem.training import fingerprint, hints
-from stratagem.training.custom_loop import LossReader, read_losses
+from stratagem.training.custom_loop import read_losses
+from stratagem.training.loss_reading import PushWeights
 from stratagem.training.prepare import Prepared, to_device
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
@@ -48,10 +49,10 @@ class TicketLoader:
     """Iterates over the batches that this worker is dealt, until the epoch's are all done."""
 
     def __init__(
-        self, session: LoopSession, loader: DataLoader[Any], replica: Replica, reader: LossReader
+        self, session: LoopSession, loader: DataLoader[Any], replica: Replica, weights: PushWeights
     ) -> None:
         self.session, self.loader, self.device = session, loader, replica.device
-        self._share, self._reader = replica.share, reader
+        self._share, self._weights = replica.share, weights
         self._committer = PushCommitter(session, session.settings_of_update)
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._indices = IndexSource(loader)
@@ -137,11 +138,9 @@ class TicketLoader:
 
     def _begin_batch(self, examples: int, total: int) -> None:
         self._carry.begin(examples, total)
-        self._reader.totals = []
+        self._weights.begin(examples, total)
         if self._group is None:
             self._share.set(examples, total)
-        else:
-            self._reader.beyond = total / max(examples, 1)
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
@@ -240,7 +239,7 @@ class TicketLoader:
 
     def _weight_of_row(self) -> float:
         """Return what the loss is divided by for each row, where workers share a batch."""
-        weight = self._reader.weight_of_batch()
+        weight = self._weights.of_batch()
         if self.session.plan.parts == 1:
             return 1.0
         if self._carry.is_here and weight != 1.0:
@@ -295,7 +294,7 @@ def prepare_served(
     """
     _check(model, optimizer, loader)
     reader = read_losses(replica, loss_reduction)
-    reader.for_servers, reader.keeps_totals = not in_group(replica), worker is not None
+    reader.pushes = PushWeights(grouped=in_group(replica))
     model.to(replica.device)
     if worker is None:
         return Prepared(model, optimizer, GroupLoader(replica, model, optimizer, loader))
@@ -310,10 +309,10 @@ def prepare_served(
     if worker.is_chief:
         say_who_reads(loader)
         if session.over is None and session.plan.parts > 1:
-            hints.tell_of_batchnorm(
+            hints.warn_of_batchnorm(
                 model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
             )
-    tickets = TicketLoader(session, loader, replica, reader)
+    tickets = TicketLoader(session, loader, replica, reader.pushes)
     if in_group(replica):
         tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
     if session.over is None:

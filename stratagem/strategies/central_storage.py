@@ -1,4 +1,4 @@
-"""Parameters on one device of this machine, computation on others."""
+"""The central storage strategy: parameters on one device of a machine, computation on others."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class CentralStorageStrategy(ServerStrategy):
     """One set of parameters on one machine.
 
     Args:
-        compute_devices: those that compute gradients; by default every GPU, else the CPU.
-        parameter_device: where the parameters are kept and updated; by default the CPU, or the
-            GPU if there is just one.
+        compute_devices: the devices that compute gradients; by default every GPU, else the CPU.
+        parameter_device: the device that keeps and updates the parameters; by default the CPU, or
+            the GPU if there is just one.
         updates: `Synchronous(spares=)`, or `Asynchronous(...)`; by default synchronous.
         patience: how long to wait for a replica.
 
-    CPU replicas that go in step share the parameters' memory, and each updates its own slice of
-    them. Otherwise a server of this machine keeps the parameters, and memory is shared with it.
+    Synchronous CPU replicas share the parameters' memory, and each updates its own slice. In any
+    other case a server on this machine keeps the parameters, in memory that it shares with workers.
     """
 
     @by_name

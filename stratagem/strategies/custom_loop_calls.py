@@ -1,4 +1,4 @@
-"""What a strategy does for custom training loops."""
+"""The methods of a strategy for custom training loops."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CustomLoopCalls(ABC):
         a single device would have computed on the global batch.
 
         Without a loader it is `model, optimizer, _ = strategy.prepare(model, optimizer)`;
-        `loader = strategy.prepare(loader)` deals out shares of a loader by itself.
+        `loader = strategy.prepare(loader)` deals out shares of a loader without a model.
 
         What a loss is divided by is read from its graph. `loss_reduction="mean"` or `"sum"` says
         that it is a mean, or a sum, over rows where that cannot be read.
@@ -112,7 +112,7 @@ class CustomLoopCalls(ABC):
         return resumable(found, loader, replica, plan, elastic=elastic)
 
     def _let_begin_again(self, loader: Any) -> None:
-        """A loop is prepared that is begun again when replicas leave or join."""
+        """Note that a loop is prepared, which can be begun again when replicas leave or join."""
         replica = current_call()
         if replica is None:
             raise UsageError(
@@ -136,22 +136,22 @@ class CustomLoopCalls(ABC):
         backward_counted(self.replica(), loss, count, retain_graph)
 
     def rows(self, batch: Any) -> Any:
-        """This replica's rows of a global batch: a tensor, or tuples, lists and dicts of tensors.
+        """Return this replica's rows of a global batch: a tensor, or tuples, lists, dicts of them.
 
-        In a custom loop without a loader; the gradient then counts with the share of the rows.
+        For a custom loop without a loader; the gradient is weighed by the share of the rows.
         """
         return rows_of_share(self.replica(), batch)
 
     def mean(self, value: Tensor | float, *, count: float | Tensor | None = None) -> float:
-        """A loss, or another mean over this replica's rows, as it is over the whole batch.
+        """Return the mean over the whole batch of a loss, or another mean over this replica's rows.
 
-        What a loss is divided by is read as in `backward`; a number that was taken out of its graph
-        (`.item()`) is taken for a mean over rows, unless `count` says what it is divided by here.
+        What a loss is divided by is read as in `backward`; a number without a graph (`.item()`)
+        counts as a mean over rows, unless `count` says what it is divided by on this replica.
         """
         return mean_of_batch(self.replica(), value, count)
 
     def meet(self) -> None:
-        """Bring replicas together that `sync=` lets go apart, on all of them: after a `break`."""
+        """With `sync=`, bring the weights of all replicas together, after a `break`. Collective."""
         meetings.meet(self.replica())
 
 

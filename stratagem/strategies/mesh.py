@@ -1,4 +1,4 @@
-"""The mesh: rows of pipelines."""
+"""The mesh strategy: data parallelism over rows of pipelines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Mesh(PipelineStrategy):
         devices: `data * stage` of them, row by row; None: processes of this machine, or the tasks
             of the cluster in the environment, in their order.
         microbatches: pieces of a row's share of a batch, or "auto".
-        schedule, split, batch_norm, memory, cross_device_ops, cluster, patience, insecure: as of
-            `PipelineStrategy`.
+        schedule, split, batch_norm, memory, cross_device_ops, cluster, patience, insecure: as
+            in `PipelineStrategy`.
     """
 
     @partial(by_name, elsewhere=ELSEWHERE)

@@ -90,7 +90,7 @@ class MirroredStrategy(Strategy):
 
 
 class CollectiveCommunication(StrEnum):
-    """What `communication` of a MultiWorkerMirroredStrategy may be."""
+    """The values of `communication` of a MultiWorkerMirroredStrategy."""
 
     AUTO = "auto"
     RING = "ring"
@@ -98,7 +98,7 @@ class CollectiveCommunication(StrEnum):
     HIERARCHICAL = "hierarchical"
 
 
-#: what tf.distribute calls them
+#: tf.distribute's names of options, and what they are called here
 _ELSEWHERE = {
     "cross_device_ops": 'it is communication="ring", "nccl", "hierarchical" or "auto"; '
     "sg.MirroredStrategy takes any of cross_device_ops, over the workers of a cluster, too",
@@ -116,7 +116,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             None takes the usual one.
         cluster: a `Place`; by default read from the environment.
         insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
-        wire, sync, elastic, min_replicas: as of `MirroredStrategy`.
+        wire, sync, elastic, min_replicas: as in `MirroredStrategy`.
     """
 
     @partial(by_name, elsewhere=_ELSEWHERE)
@@ -154,7 +154,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
 
 def meeting(settings: Settings, sync: Sync | None) -> Settings:
-    """The settings of replicas that meet as `sync` says."""
+    """Return the settings of replicas that meet as `sync` says."""
     if sync is None or isinstance(sync, EveryStep):
         return settings
     if not isinstance(sync, Sync):
@@ -173,7 +173,7 @@ def meeting(settings: Settings, sync: Sync | None) -> Settings:
 
 
 def _with_wire(sync: Sync, wire: Wire) -> Sync:
-    """What travels at meetings is said by the strategy, or by the record."""
+    """Return `sync` with the wire of the strategy, unless it has one of its own."""
     if isinstance(sync, Gossip) and wire not in (None, "float32"):
         raise UsageError(
             f"wire={wire!r} leaves out a part of the weights that {sync!r} mixes, and their mean "
@@ -199,10 +199,10 @@ def _with_wire(sync: Sync, wire: Wire) -> Sync:
 def devices_here(
     names: Sequence[str | torch.device] | str | None, place: Place | None
 ) -> tuple[str, ...]:
-    """The devices of this process."""
+    """Resolve the devices of this process."""
     found = devices.resolve(names)
     if names is None and place is not None and place.local_rank is not None:
-        # A launcher that started a process per device: take one, not all.
+        # the launcher has started a process for each device: take one, not all
         return (found[place.local_rank % len(found)],)
     return found
 
@@ -217,7 +217,7 @@ def refuse_role(place: Place | None, kind: str) -> None:
     )
 
 
-#: what a task that does not train should do
+#: by type of task, the remedy for a task that does not train
 _INSTEAD = {
     "ps": "There are no parameters to serve: every replica holds them. End the script there before "
     "the strategy is made, or leave ps out of the cluster; the others do not wait for it.",
@@ -227,6 +227,6 @@ _INSTEAD = {
 
 
 def single_device() -> Strategy:
-    """One replica on the first device here: what a model without a scope uses."""
+    """Make the strategy of a model without a scope: one replica on the first device here."""
     settings = Settings()
     return Strategy(ReplicaGroup(devices.present()[:1], settings, None, Patience()), settings)

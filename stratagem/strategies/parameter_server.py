@@ -1,4 +1,4 @@
-"""Parameters kept by servers; workers fetch values and hand in gradients, by the rule chosen."""
+"""The parameter server strategy: workers pull values from servers, and push gradients to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stratagem.training.agreement import Patience
 from stratagem.training.settings import Served, Settings
 from stratagem.training.termination import Termination
 
-#: what tf.distribute calls them
+#: tf.distribute's names of options, and what they are called here
 _ELSEWHERE = {
     "cluster_resolver": "the cluster is read from the environment (TF_CONFIG, ...), or given as "
     "cluster=sg.LocalCluster(workers=4, ps=2)",
@@ -40,7 +40,7 @@ _ELSEWHERE = {
 
 
 class ParameterServerStrategy(ServerStrategy):
-    """Centralised parameters: on servers of a cluster, or of one that this process starts.
+    """Parameters on servers of a cluster, or of a local one that this process starts.
 
     Args:
         cluster: a `LocalCluster(workers=, ps=)` on this machine, or a `Place` to use instead of
@@ -50,8 +50,8 @@ class ParameterServerStrategy(ServerStrategy):
         wire: "bfloat16" halves the bytes that travel between machines, both ways. Or a
             compression of what workers push, such as `Int8()` or `TopK(0.01)`: docs/fewer-bytes.md.
         backups: how many other servers hold each shard, too: one of them takes over when a server
-            dies. The first server, which decides, is held by nobody else.
-        devices: those of the workers; by default every GPU, else the CPU.
+            dies. The first server, which decides, has no backup.
+        devices: the devices of the workers; by default every GPU, else the CPU.
         patience: how long to wait for tasks.
         insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
 
@@ -90,7 +90,7 @@ class ParameterServerStrategy(ServerStrategy):
                     serve(place, patience, insecure=insecure)
                 except ReplicaError as error:
                     exit_cause.because(error)
-                    sys.exit(1)  # it has been said why
+                    sys.exit(1)  # the reason was logged
                 sys.exit(0)
             if place.task.type == "evaluator":
                 box = EvaluatorDevice(_devices(devices, place, None)[0], str(place.task), patience)
@@ -121,7 +121,7 @@ def serve(
     insecure: bool = False,
     option: str = "insecure=True",
 ) -> None:
-    """Be the ps task of this place until the job ends."""
+    """Run the ps task of this place until the job ends."""
     spec = place.spec
     secret = secret_for(spec, spec.jobs["ps"], insecure=insecure, option=option)
     here = place.task.index, spec.jobs["ps"], secret, patience or Patience()

@@ -1,4 +1,4 @@
-"""The pipeline strategy: a model split by layers, microbatches on their way through the stages."""
+"""The pipeline strategy: a model split by layers into stages that microbatches pass through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stratagem.training.cross_device import (
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Pipeline, Settings
 
-#: of a device with an interleaved schedule
+#: parts of the model on each device with an interleaved schedule
 _PARTS = 2
 ELSEWHERE = {
     "elastic": "every stage has layers that no other has, so none can leave or join; "
@@ -42,13 +42,13 @@ class PipelineStrategy(Strategy):
     """A model split by layers over devices, with the result of one device.
 
     Args:
-        devices: one a stage, as in `["cpu:0", "cpu:1"]`: processes of this machine. With a cluster
-            in the environment (TF_CONFIG, torchrun, Slurm, ...) those of every task are stages, in
-            the order of the tasks; None takes each task's own.
-        microbatches: pieces of a batch that go through the stages one behind the other; "auto"
+        devices: one for each stage, as in `["cpu:0", "cpu:1"]`: processes of this machine. With a
+            cluster in the environment (TF_CONFIG, torchrun, Slurm, ...) the devices of every task
+            are stages, in the order of the tasks; None takes each task's own devices.
+        microbatches: pieces of a batch that go through the stages one after another; "auto"
             measures and takes the fastest number.
-        schedule: "1f1b", "eager" (the same with more microbatches under way, so that nobody waits
-            for messages), "gpipe" or "interleaved" (two parts of the model on each device).
+        schedule: "1f1b", "eager" (the same with more microbatches under way, so that no stage
+            waits for messages), "gpipe" or "interleaved" (two parts of the model on each device).
         split: the names of the layers with which stages begin, from the second on; "auto" measures
             every layer and balances the stages.
         batch_norm: "microbatch" has BatchNorm normalise over microbatches, unlike one device;
@@ -57,9 +57,9 @@ class PipelineStrategy(Strategy):
             time, instead of batches into microbatches; "auto" tries several numbers on the first
             batches, and pieces by rows as well unless microbatches=1, and takes the fastest.
         memory: bytes that a stage may take for its parameters and activations.
-        data: pipelines beside each other, as `sg.Mesh` has them; the devices are those of all.
-        cross_device_ops: None takes the usual way: shared memory on the CPUs of one machine,
-            messages ("ring": Gloo's) between machines. "ring" sends messages on one, too.
+        data: parallel pipelines, as in `sg.Mesh`; `devices` names the devices of all of them.
+        cross_device_ops: None takes shared memory on the CPUs of one machine, messages ("ring":
+            Gloo's) between machines. "ring" sends messages on one machine, too.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for a stage.
         insecure: train over a network without STRATAGEM_SECRET; see docs/security.md.
@@ -119,7 +119,7 @@ class PipelineStrategy(Strategy):
 def stage_devices(
     devices: Sequence[str | torch.device] | None, place: Place | None
 ) -> tuple[tuple[str, ...], int]:
-    """The stages of this process, and how many there are in all if every task has as many."""
+    """Return the stages of this process, and the number of all if every task has as many."""
     refuse_role(place, "pipeline")
     tasks = 1 if place is None else len(place.spec.training_tasks())
     if devices is None and tasks == 1:

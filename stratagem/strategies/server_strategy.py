@@ -1,4 +1,4 @@
-"""What strategies with servers have in common, as a client and as code on a worker sees them."""
+"""The base of strategies with parameter servers, on the client and inside a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stratagem.training.settings import Settings
 
 
 class ServerStrategy(Strategy):
-    """Servers keep the parameters wherever `settings.served` is set."""
+    """A strategy in which servers keep the parameters if `settings.served` is set."""
 
     def __init__(self, replica_group: TaskGroup, settings: Settings) -> None:
         super().__init__(replica_group, settings)
@@ -56,10 +56,10 @@ class ServerStrategy(Strategy):
         loss_reduction: str | None = None,
         resume: Resume = None,
     ) -> Any:
-        """Distribute one's own loop: `model, optimizer, loader = strategy.prepare(...)`.
+        """Distribute a custom loop: `model, optimizer, loader = strategy.prepare(...)`.
 
-        The loader deals out batches to whoever is free; `optimizer.step()` hands the gradients
-        in, and the next batch comes with the newest values.
+        The loader deals out batches to workers that are free; `optimizer.step()` pushes the
+        gradients, and the next batch comes with the newest values.
         """
         if self.audience is not None:
             raise NotDistributable(
@@ -98,7 +98,7 @@ class ServerStrategy(Strategy):
         )
 
     def rows(self, batch: Any) -> Any:
-        """Not with servers: they deal batches out."""
+        """Refuse to cut batches if servers deal them out."""
         if self.settings.served is not None:
             raise UsageError(
                 "with parameter servers the prepared loader deals batches out, so there are no "
@@ -107,7 +107,7 @@ class ServerStrategy(Strategy):
         return super().rows(batch)
 
     def mean(self, value: Any, *, count: Any = None) -> float:
-        """Not with servers: workers do not meet there."""
+        """Refuse a mean over workers, which do not wait for each other, if there are servers."""
         if self.settings.served is not None:
             raise UsageError(
                 "with parameter servers workers do not meet at each batch, so there is no mean "
@@ -117,14 +117,14 @@ class ServerStrategy(Strategy):
         return super().mean(value)
 
     def _devices_here(self) -> int:
-        """Of this worker of a cluster."""
+        """The number of devices of this worker of a cluster."""
         alone = isinstance(self.replica_group, WorkerGroup) and self.replica_group.cluster is None
         return len(self.devices) if alone else 1
 
     def stats(self) -> Stats:
-        """The books so far: gradients received, applied, dropped, buffered; ages; waiting."""
+        """The statistics so far: gradients received, applied, dropped, buffered; ages; waiting."""
         if self.audience is not None:
-            return Stats()  # the evaluator hands nothing in
+            return Stats()  # the evaluator pushes nothing
         if not isinstance(self.replica_group, WorkerGroup):
             raise UsageError(
                 "there are no books: here every replica's gradient is part of every update. They "
@@ -142,7 +142,7 @@ def _inside(devices: tuple[str, ...], settings: Settings) -> ServerStrategy:
 
 
 def check_spares(updates: Updates, workers: int) -> None:
-    """Somebody must be left to wait for."""
+    """Refuse as many spares as there are workers."""
     if isinstance(updates, Synchronous) and updates.spares >= workers:
         raise UsageError(
             f"spares={updates.spares} of {workers} workers leaves none to wait for; use fewer "
@@ -151,7 +151,7 @@ def check_spares(updates: Updates, workers: int) -> None:
 
 
 def check_backups(backups: int, servers: int, updates: Updates) -> None:
-    """Each shard can be held by other servers, and these can do the same as its own."""
+    """Refuse more backups than other servers, and updates that a backup cannot continue."""
     if not isinstance(backups, int) or not 0 <= backups < servers:
         raise UsageError(
             f"backups={backups!r} with {servers} ps: it is the number of other servers that hold "

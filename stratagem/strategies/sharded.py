@@ -29,10 +29,9 @@ class ShardedStrategy(Strategy):
     """Data parallelism with the result of one device, and 1/N of everything on each replica.
 
     Args:
-        devices: as of `MirroredStrategy`.
-        cross_device_ops: None takes the usual way: "shared_memory" on the CPUs of one machine,
-            "ring" (Gloo) between machines, "nccl" on GPUs. "ring" divides by fully_shard on one
-            machine, too.
+        devices: as in `MirroredStrategy`.
+        cross_device_ops: None takes "shared_memory" on the CPUs of one machine, "ring" (Gloo)
+            between machines, "nccl" on GPUs. "ring" divides by fully_shard on one machine, too.
         sync_batchnorm: normalise over the global batch instead of each replica's share.
         cluster: a `Place` to use instead of the one in the environment.
         patience: how long to wait for tasks.

@@ -1,4 +1,4 @@
-"""The strategy API: what every strategy can do, whatever it is made of."""
+"""The base of all strategies: their scope, `run`, and the combination of values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from stratagem.strategies.custom_loop_calls import CustomLoopCalls
 from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
-from stratagem.training.custom_loop import begin_loop
 from stratagem.training.devices import place
 from stratagem.training.elastic import LoopJournal
 from stratagem.training.led_prepare import led, led_loops
@@ -39,9 +38,9 @@ from stratagem.wire.collective import Alone
 if TYPE_CHECKING:
     from stratagem.servers.evaluator_task import EvaluatorLink
 
-#: those that are open, and whether models made in them are checked
+#: the strategies whose scopes are open, and whether models made in them are checked
 _scopes: list[tuple[Strategy, bool]] = []
-#: front ends that must know when a scope opens; each returns what to hold open meanwhile
+#: functions of front ends, called when a scope opens; each returns a context to hold open
 _front_ends: list[Callable[[Strategy], AbstractContextManager[Any]]] = []
 
 
@@ -51,16 +50,16 @@ def on_scope(enter: Callable[[Strategy], AbstractContextManager[Any]]) -> None:
 
 
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
-#: those of a cluster: the others wait for a goodbye, also where nobody holds the strategy any more
+#: strategies in a cluster, kept alive for the goodbye at the end that other tasks wait for
 _members: list[Strategy] = []
 
 
 class Strategy(CustomLoopCalls):
-    """Where replicas run and how their gradients meet; the named strategies are presets."""
+    """Where replicas run and how gradients are combined; the named strategies are presets."""
 
-    #: whether servers keep the parameters, and workers go their own ways
+    #: whether servers keep the parameters
     served = False
-    #: set in the evaluator's task, which takes no part in the training: tells when that is over
+    #: set in the evaluator's task, which takes no part in the training: knows when that is over
     audience: EvaluatorLink | None = None
 
     def __init__(self, replica_group: TaskGroup, settings: Settings) -> None:
@@ -82,8 +81,8 @@ class Strategy(CustomLoopCalls):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas train together, over all workers; the stages of a pipeline are one, and
-        so are processes that divide layers."""
+        """How many replicas train together, over all workers; the stages of a pipeline count as one
+        replica, and so do processes that divide layers."""
         if self.settings.pipeline is not None:
             return self.settings.pipeline.data
         return 1 if self.settings.one_copy else self.replica_group.size
@@ -104,11 +103,11 @@ class Strategy(CustomLoopCalls):
 
     @contextmanager
     def scope(self, *, check: bool = True) -> Iterator[Strategy]:
-        """Models made inside belong to this strategy.
+        """Have models that are made in this block belong to the strategy.
 
         Args:
-            check: before the first step of a call, try on a few rows that shares of a batch add up
-                to what one device makes of it; False takes that on trust.
+            check: before the first step of a call, try on a few rows whether shares of a batch add
+                up to the result of one device; False skips that.
         """
         if _scopes and _scopes[-1][0] is not self:
             raise UsageError(
@@ -142,7 +141,7 @@ class Strategy(CustomLoopCalls):
             journal.close()
 
     def print(self, *values: Any, **options: Any) -> None:
-        """`print` on the chief, and on nobody else."""
+        """`print` on the chief only."""
         if self.is_chief:
             print(*values, **options)
 
@@ -171,7 +170,7 @@ class Strategy(CustomLoopCalls):
         return combine(self._all(value), op, axis)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
-        """Values of all replicas, one behind the other along `axis`."""
+        """Concatenate the values of all replicas along `axis`."""
         return torch.cat(self._all(value), dim=axis)
 
     def _all(self, value: Any) -> list[Tensor]:
@@ -191,12 +190,12 @@ class Strategy(CustomLoopCalls):
         return gathered
 
     def close(self) -> None:
-        """End the replicas that this strategy started. It can be used again afterwards."""
-        hints.tell_unsummed(current_replica())
+        """End the replicas that this strategy started; it can be used again afterwards."""
+        hints.warn_unsummed(current_replica())
         self.replica_group.close()
 
     def __reduce__(self) -> Any:
-        """What a replica gets when its code mentions the strategy: the same verbs, no team."""
+        """Pickle the strategy for a replica's code: the same methods, without a replica group."""
         return _inside, (self.replica_group.devices, self.settings)
 
 
@@ -205,7 +204,7 @@ def _inside(devices: tuple[str, ...], settings: Settings) -> Strategy:
 
 
 def replica_group_inside(devices: tuple[str, ...], settings: Settings) -> ReplicaGroup:
-    """What code on a replica has for a team: it starts nothing."""
+    """Make the replica group of code on a replica, which starts no process."""
     return ReplicaGroup(devices, settings, None, Patience(), inside=True)
 
 
@@ -216,14 +215,13 @@ def _with_fresh_share(
     if journal is not None:
         journal.begin(replica)
     replica.share.forget(replica.count)
-    begin_loop(replica)
-    meetings.forget(replica)
+    replica.loop.begin()
     result = None
     try:
         with led_loops(), user_code():
             result = fn(*args)
         meetings.check_ended(replica)
-        meetings.tell_apart(replica, "strategy.run has ended")
+        meetings.warn_apart(replica, "strategy.run has ended")
         return result
     except Exception as error:
         if journal is not None:
@@ -231,7 +229,7 @@ def _with_fresh_share(
         hints.explain(error)
         raise
     finally:
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
 
 
 def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
@@ -245,7 +243,7 @@ def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:
 
 
 def alone_on(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` as if the replica on that device were the only one."""
+    """Run `function` as on a lone replica on that device."""
     before = set_called(_alone(device))
     try:
         return function(*args)
@@ -258,7 +256,7 @@ def _alone(device: torch.device) -> Replica:
 
 
 def get_strategy() -> Strategy | None:
-    """The strategy whose scope is open, or None."""
+    """Return the strategy whose scope is open, or None."""
     return _scopes[-1][0] if _scopes else None
 
 
@@ -269,7 +267,7 @@ def checks_rows() -> bool:
 
 @atexit.register
 def _leave() -> None:
-    """At the end of the script: a goodbye, or, after an uncaught error, the reason."""
+    """At the end of the script, close all strategies; after an uncaught error, report it."""
     error = getattr(sys, "last_value", None)
     for strategy in list(_open):
         if error is not None:

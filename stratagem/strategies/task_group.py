@@ -1,4 +1,4 @@
-"""What a strategy asks of the processes that work for it, however they work together."""
+"""The interface of a strategy to its processes: a replica group, or workers with servers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class TaskGroup(Protocol):
 
     #: the devices of this process and of those that it starts
     devices: tuple[str, ...]
-    #: where this process stands in a cluster; None if it is on its own
+    #: the place of this process in a cluster; None without one
     place: Place | None
     #: how many replicas there are in all
     size: int
-    #: whether this process writes checkpoints and logs, where its place in the cluster does not say
+    #: whether this process writes checkpoints and logs; None if its place in the cluster decides
     leads: bool | None
 
     def start(self) -> Replica:
-        """Bring everybody up, unless they are; the replica that this process is."""
+        """Start all workers that are not running; return the replica that this process is."""
 
     def call(
         self,
@@ -33,13 +33,13 @@ class TaskGroup(Protocol):
         sent: Sent = None,
         again: Again | None = None,
     ) -> list[Any]:
-        """Run `function` on everybody here; `sent` is what the others get instead of `args`.
+        """Run `function` on all workers of this process; `sent` replaces `args` on followers.
 
-        With `again` it can be begun again, where replicas may leave and join.
+        With `again` the call can be begun again after replicas have left or joined.
         """
 
     def report(self, detail: str) -> None:
-        """Tell the other tasks why this one ends."""
+        """Tell the other tasks why this task ends."""
 
     def close(self) -> None:
-        """End what was started here."""
+        """End the processes that were started here."""

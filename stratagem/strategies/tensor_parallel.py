@@ -31,9 +31,9 @@ class TensorParallelStrategy(Strategy):
 
     Args:
         devices: as in `["cpu:0", "cpu:1"]`: processes of this machine. None: two of them.
-        plan: "auto" divides every layer that can be, by its kind: one by columns, and the one
-            behind it by rows. A dict of names of layers says otherwise for these: "columns" (by
-            outputs; attention by heads), "rows" (by inputs) or "replicate".
+        plan: "auto" divides every layer that can be divided, by its kind: one layer by columns, and
+            the next by rows. A dict chooses for layers by name: "columns" (by outputs; attention by
+            heads), "rows" (by inputs) or "replicate".
         patience: how long to wait for a process.
     """
 

@@ -1,4 +1,4 @@
-"""Mirrored replicas on the TPUs of this host, and of the others of its slice."""
+"""The TPU strategy: mirrored replicas on the TPUs of this host and of its slice."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class TPUStrategy(MirroredStrategy):
     """`MirroredStrategy` with a replica on every TPU, by torch_tpu and its collective tpu_dist.
 
     Args:
-        resolver: `sg.TPUClusterResolver()`, which is also what is taken without one.
-        wire, sync_batchnorm, patience, insecure: as of `MirroredStrategy`.
+        resolver: by default `sg.TPUClusterResolver()`.
+        wire, sync_batchnorm, patience, insecure: as in `MirroredStrategy`.
 
     It has never run on a TPU; see docs/tpu.md.
     """

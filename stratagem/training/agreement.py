@@ -34,22 +34,22 @@ class Patience:
 
     #: for tasks to arrive
     arrive: float = 300.0
-    #: for one that stopped answering
+    #: for a task that stopped answering
     answer: float = 60.0
-    #: for one that answers, but does not come to the step where the others are
+    #: for a task that answers, but does not come to the step of the others
     step: float = 1800.0
 
 
 @dataclass(frozen=True)
 class AgreeingProcess:
-    """One process, as it comes to the agreement."""
+    """One process of the job, with what it brings to the agreement."""
 
     devices: tuple[str, ...]
     settings: Settings
     place: Place | None
     patience: Patience
     insecure: bool = False
-    #: of the memberships that this process has agreed with
+    #: counts the memberships in which this process has agreed
     numbers: Iterator[int] = field(default_factory=itertools.count, compare=False)
 
     def join(self) -> Membership:
@@ -100,16 +100,16 @@ class AgreeingProcess:
 
 @dataclass(frozen=True)
 class Offer:
-    """What the chief provides: a name to meet under, a control block in shared memory."""
+    """What the chief provides: a name for the rendezvous, a control block in shared memory."""
 
     store: str | None = None
     control: Segment | None = None
 
 
 def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer]:
-    """Exchange what each process brings; the chief offers the meeting places. Collective.
+    """Exchange what each process brings, and the chief's offer. Collective.
 
-    The offer must be kept until every replica has taken its seat.
+    The offer must be kept until every replica has connected.
     """
     facts = cluster.exchange(
         {
@@ -132,7 +132,7 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
     if isinstance(op, ReductionToOneDevice):
         op.root(list(devices))  # raises here, before any other replica is asked
     offer = _offer(party, op, len(devices)) if cluster.rank == 0 else Offer()
-    told = _settle(party, cluster, op, offer)
+    settled = _settle(party, cluster, op, offer)
     first = sum(counts[: cluster.rank])
     placement = Placement(
         rank=first,
@@ -143,11 +143,11 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
         ground=ground,
         op=op,
         interface=party.interface(),
-        segment=_text(told["control"]),
-        store=_text(told["store"]),
+        segment=_text(settled["control"]),
+        store=_text(settled["store"]),
         threads=_threads(ground, hosts.count(hosts[first])),
         step=party.patience.step,
-        generation=told["generation"] if isinstance(told["generation"], int) else 0,
+        generation=settled["generation"] if isinstance(settled["generation"], int) else 0,
     )
     return placement, offer
 
@@ -185,7 +185,7 @@ def _settle(
     return offers[0]
 
 
-#: what every task must have chosen alike: what they do with it, and the option's name
+#: settings that must be the same on every task: what tasks do by them, and the option's name
 _ALIKE = {
     "op": ("add gradients up in the same way", "cross_device_ops (communication)"),
     "wire": ("send gradients in the same type", "wire"),
@@ -204,7 +204,7 @@ def _same(choices: list[str], members: Sequence[Member], what: str, option: str)
 
 
 def _threads(ground: Ground, replicas_here: int) -> int:
-    """Return the threads of a CPU replica, which share the cores; 0 leaves torch's number."""
+    """Return the number of threads of a CPU replica; 0 leaves torch's own."""
     if ground.kinds != {"cpu"} or replicas_here == 1:
         return 0
     return max(1, cores() // replicas_here)

@@ -1,28 +1,66 @@
-"""Replicas that train by themselves (`sync=`) and are left, or joined, by others between meetings.
+"""A round of `sync=` that breaks off because replicas have died or joined since the last meeting.
 
-Who is left goes on by itself until replicas next talk to each other: at a meeting, as a rule. There
-the meeting is held by those who are here: the mean is over those with as many updates as the chief,
-each counted once, and what the dead had done since the last meeting is lost with them. One that is
-new takes the weights of the last meeting, with no way of its own, and so what comes of this one.
+The survivors train on by themselves until they next communicate: at a meeting, as a rule. They hold
+it among themselves: it takes the mean over the replicas with as many updates as the chief, each
+counted once; what a dead replica did since the last meeting is lost. A new replica starts from the
+weights of the last meeting, and takes the result of this one.
+
+What a process goes on from is kept, in `fit`, by `lossy_wire.py`: one state, from when the round
+broke off. A custom loop may break off at any line, so `LoopRounds` keeps the last few states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.training.replica import Replica
-from stratagem.wire.tree import broadcast_tree
+from stratagem.wire.tree import broadcast_tree, gather_tree
+
+
+class OwnState(NamedTuple):
+    """The weights of one replica, by parameter, and the state of its optimizer."""
+
+    weights: dict[str, Tensor]
+    optimizer: list[Any]
+
+
+class RoundProgress(NamedTuple):
+    """How far one replica had come when a round broke off."""
+
+    meetings: int
+    updates: int
+    #: whether it has updates of which no meeting knows; a replica that went on alone has none
+    apart: bool
+    #: whether it can undo its last update
+    can_go_back: bool
+
+    def reaches(self, updates: int, meetings: int) -> bool:
+        """Whether the replica has made so many updates, or one more that it can undo, and took part
+        in the last of so many meetings, whether that ended here or broke off."""
+        least = self.updates - self.can_go_back
+        return self.meetings >= meetings - 1 and least <= updates <= self.updates
+
+
+class RoundState(NamedTuple):
+    """The part of a broken round that is the same on all replicas that have come as far."""
+
+    #: weights at the last meeting, by parameter, and the outer momenta
+    old: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    #: of each fragment: updates since its last meeting, and steps of its wire
+    unmet: list[int]
+    steps: list[int]
 
 
 @dataclass(frozen=True)
 class KeptWire:
-    """What a wire had kept after so many steps."""
+    """What a lossy wire keeps after so many steps."""
 
     steps: int
     state: Mapping[str, Any]
@@ -31,8 +69,8 @@ class KeptWire:
         return self.state if steps == self.steps else {}
 
     @property
-    def at(self) -> list[int]:
-        return [0, self.steps]
+    def at(self) -> tuple[int, int]:
+        return 0, self.steps
 
 
 @dataclass
@@ -41,87 +79,82 @@ class BrokenRound:
 
     meetings: int
     updates: int
-    #: of each part of the model, how many updates have not met
+    #: of each fragment, the updates since its last meeting
     unmet: list[int]
-    #: by parameter: as it was at the last meeting, and as it is here
+    #: weights at the last meeting, by parameter
     old: dict[str, Tensor]
-    mine: dict[str, Tensor]
+    mine: OwnState
     momenta: dict[str, Tensor]
-    #: the inner optimizer's state, and what the wires of meetings go on from
-    optimizer: list[Any]
+    #: the state of the wire of each fragment
     wires: list[Reducer | KeptWire]
-    #: losses and metrics of which the others do not know
+    #: losses and metrics that the other replicas have not received
     untold: Any = None
-    #: weights and optimizer before the last update, where that may have to be undone
-    earlier: tuple[dict[str, Tensor], list[Any]] | None = None
-    #: whether it has gone on alone: then its weights are those of the model
+    #: the state before the last update, where that may have to be undone
+    earlier: OwnState | None = None
+    #: whether this replica has gone on alone, so that its weights are those of the model
     alone: bool = False
 
     @property
-    def count(self) -> list[int]:
-        """How far it had come, whether in a round (one that is alone has none to end), and by how
-        many updates it can go back."""
+    def progress(self) -> RoundProgress:
         apart = any(self.unmet) and not self.alone
-        return [self.meetings, self.updates, int(apart), int(self.earlier is not None)]
+        return RoundProgress(self.meetings, self.updates, apart, self.earlier is not None)
 
     @property
-    def at(self) -> list[int] | None:
-        """Meetings and updates; None where it has gone on alone."""
-        return None if self.alone else [self.meetings, self.updates]
+    def at(self) -> tuple[int, int] | None:
+        """Meetings and updates; None for a replica that has gone on alone."""
+        return None if self.alone else (self.meetings, self.updates)
 
     def go_back_to(self, updates: int) -> None:
-        """Undo the last update, if the others have not made it."""
+        """Undo the last update, if the chief has not made it."""
         if self.earlier is not None and self.updates == updates + 1:
-            self.mine, self.optimizer = self.earlier
-            self.updates, self.earlier = updates, None
+            self.mine, self.updates, self.earlier = self.earlier, updates, None
 
-    def catch_up(
-        self, told: Mapping[str, Any], fragments: Sequence[Sequence[str]], mix: float
-    ) -> None:
-        """End the meeting that broke off here, as others have: its sum had this replica's part.
+    def catch_up(self, theirs: RoundState, fragments: Sequence[Sequence[str]], mix: float) -> None:
+        """End the meeting that broke off here and ended elsewhere: this replica is in its sum.
 
-        `told` is `shared` of one of them, `fragments` the parameters of each part of the model.
+        `theirs` is the state of a replica on which it ended; `fragments` lists the parameters of
+        each fragment.
         """
-        for names, here, there in zip(fragments, self.unmet, told["unmet"], strict=True):
+        weights = self.mine.weights
+        for names, here, there in zip(fragments, self.unmet, theirs.unmet, strict=True):
             for name in names if here > there else ():
-                new, own = told["old"][name], self.mine[name]
-                # what was done while it travelled is counted there, if anything of it is kept
+                new, own = theirs.old[name], weights[name]
+                # `there` counts the updates made while the fragment travelled, if any are kept
                 kept = own.to(new.dtype) * mix
-                self.mine[name] = kept.add_(new, alpha=1.0 - mix) if there else new
+                weights[name] = kept.add_(new, alpha=1.0 - mix) if there else new
 
     def go_alone(self) -> None:
-        """Nobody else is here, and what one replica does is its own; momenta wait for others."""
+        """Go on as the only replica; momenta stay as they are until others join."""
         if not self.alone:
             self.meetings, self.alone = self.meetings + 1, True
 
-    def shared(self) -> dict[str, Any]:
-        """What is the same on all that have come as far."""
+    def shared(self) -> RoundState:
         keeps = (Feedback, KeptWire)
         steps = [wire.steps if isinstance(wire, keeps) else 0 for wire in self.wires]
-        return {"old": self.old, "momenta": self.momenta, "unmet": self.unmet, "steps": steps}
+        return RoundState(self.old, self.momenta, self.unmet, steps)
 
 
-def furthest(counts: Sequence[list[int] | None]) -> int | None:
-    """Whose meetings count: the chief's, or those of one that has ended one more; None: nobody's.
+def gather_progress(mine: BrokenRound | None, replica: Replica) -> list[RoundProgress | None]:
+    """Gather the progress of all replicas; None for new ones. Collective."""
+    own = None if mine is None else list(mine.progress)
+    gathered = gather_tree(replica.collective, own)
+    return [None if each is None else RoundProgress(*each) for each in gathered]
 
-    The last meeting may be over for some and broken off for others; its sum had everybody's part.
+
+def furthest(progress: Sequence[RoundProgress | None]) -> int | None:
+    """Return the rank whose meetings count: the chief, or a replica that has ended one more.
+
+    The last meeting may be over on some replicas and broken off on others; all are in its sum.
+    None where the chief had not begun.
     """
-    if counts[0] is None:
+    if progress[0] is None:
         return None
-    most = max(each[0] for each in counts if each is not None)
-    return next(rank for rank, each in enumerate(counts) if each is not None and each[0] == most)
-
-
-def comes_as_far(mine: list[int] | None, updates: int, meetings: int) -> bool:
-    """Whether a replica has, or can go back to, so many updates, and took part in the last of so
-    many meetings, whether that ended here or broke off."""
-    if mine is None or mine[0] < meetings - 1:
-        return False
-    return mine[1] - mine[3] <= updates <= mine[1]
+    meetings = [-1 if each is None else each.meetings for each in progress]
+    return meetings.index(max(meetings))
 
 
 def rejoin_wire(wire: Reducer, before: Reducer | KeptWire | None, steps: int, gather: Any) -> None:
-    """Go on with what a meeting's wire has kept. `gather` returns everybody's. Collective."""
+    """Go on with what a meeting's wire keeps; `gather` gathers over replicas. Collective."""
     if not isinstance(wire, Feedback):
         return
     keeps = isinstance(before, Feedback | KeptWire)
@@ -133,8 +166,9 @@ def rejoin_wire(wire: Reducer, before: Reducer | KeptWire | None, steps: int, ga
 class LoopRounds:
     """What this process goes on from in a custom loop: its own state after the last updates.
 
-    A loop is begun again where the chief was after its last whole batch. Another replica may have
-    come further: by a batch, or by a round, if it met the chief and heard of a death later.
+    A loop is begun again from where the chief was after its last whole batch. Another replica may
+    be ahead of the chief: by a batch, or by a round, if it met the chief and learned of a death
+    later.
     """
 
     def __init__(self) -> None:
@@ -146,21 +180,22 @@ class LoopRounds:
         self._unfinished: list[BrokenRound | KeptWire] = []
 
     def keep(self, keeper: Any, made: int = 0) -> None:
-        """A batch that ended with an update is done with. One that is alone counts those `made`."""
+        """Keep the state after a batch that ended with an update; a replica that is alone counts
+        the updates `made`."""
         mark = None if keeper is None else self._mark(keeper)
         if mark is None:
             if isinstance(self.own, BrokenRound) and self.own.alone:
                 self.own.updates += made
             return
-        if self._last and isinstance(mark, BrokenRound) and _meetings(mark, self._last[-1]):
+        if self._last and isinstance(mark, BrokenRound) and _met_between(mark, self._last[-1]):
             self._around = [self._last[-1], mark]
         self._keeper, self._last, self._unfinished = keeper, [*self._last[-1:], mark], []
 
     def break_off(self) -> None:
-        """Others have left or joined in the midst of a batch; its update may have been made."""
+        """Keep the state in the midst of a batch, whose update may have been made."""
         keeper, self._keeper = self._keeper, None
         if keeper is None:
-            return  # it broke off before, and no batch was done since
+            return  # the loop broke off before, and has done no batch since
         mark = self._mark(keeper)
         self._unfinished = [] if mark is None else [mark]
 
@@ -178,19 +213,20 @@ class LoopRounds:
         """After the last whole batch."""
         return self._last[-1] if self._last else None
 
-    def find(self, chief: list[int]) -> BrokenRound | KeptWire | None:
-        """Where this process was after as many updates as the chief; not beyond its meetings."""
+    def find(self, meetings: int, updates: int) -> BrokenRound | KeptWire | None:
+        """Return the state of this process after so many updates and at most so many meetings."""
         known = [*self._around, *self._last, *self._unfinished]
-        alike = [m for m in known if (at := m.at) and at[1] == chief[1] and at[0] <= chief[0]]
-        return max(alike, key=lambda mark: mark.at or [0], default=None)
+        places = [(mark.at, mark) for mark in known if mark.at is not None]
+        alike = [(at[0], mark) for at, mark in places if at[1] == updates and at[0] <= meetings]
+        return max(alike, key=lambda each: each[0], default=(0, None))[1]
 
 
-def _meetings(mark: BrokenRound, before: BrokenRound | KeptWire) -> bool:
+def _met_between(mark: BrokenRound, before: BrokenRound | KeptWire) -> bool:
     return isinstance(before, BrokenRound) and mark.meetings > before.meetings
 
 
 def _copied(wire: Any, before: Any = None) -> Any:
-    """What a wire keeps, as it is now; the copy before if nothing was sent since."""
+    """Return a copy of what a wire keeps; the copy `before` if it has sent nothing since."""
     if not isinstance(wire, Feedback):
         return wire
     same = isinstance(before, KeptWire) and before.steps == wire.steps
@@ -198,7 +234,8 @@ def _copied(wire: Any, before: Any = None) -> Any:
 
 
 def rejoin_loop(rounds: LoopRounds | None, keeper: Any, replica: Replica) -> None:
-    """Go on in a custom loop, among others than before, from where the chief was. Collective."""
+    """Go on with a custom loop, with other replicas than before, from where the chief was.
+    Collective."""
     own = None if rounds is None else rounds.own
     if replica.count == 1:
         if isinstance(own, BrokenRound):
@@ -207,5 +244,5 @@ def rejoin_loop(rounds: LoopRounds | None, keeper: Any, replica: Replica) -> Non
     leads = replica.collective.rank == 0
     chief = broadcast_tree(replica.collective, own.at if leads and own is not None else None)
     if not leads:
-        own = None if chief is None or rounds is None else rounds.find(chief)
+        own = None if chief is None or rounds is None else rounds.find(*chief)
     keeper.rejoin(own, replica)

@@ -21,11 +21,11 @@ class CheckpointAgreement:
         agree: Callable[[Any], list[Any]],
         termination: Termination | None = None,
     ) -> None:
-        """`termination`: of an earlier try, which has been waiting for SIGTERM."""
+        """`termination`: from an earlier try, if that is waiting for SIGTERM."""
         self.termination = Termination() if termination is None else termination
         #: the step at which to look again
         self.next = step + 1
-        #: whether somebody was asked to end, as of the last look
+        #: whether a process was asked to end, as of the last call of `due`
         self.terminated = False
         self._agree = agree
         #: the chief's
@@ -35,7 +35,7 @@ class CheckpointAgreement:
             self.schedule = CheckpointSchedule(plan.every, plan.seconds, step, now)
 
     def due(self, step: int, *, end_of_epoch: bool = False) -> bool:
-        """Return whether a checkpoint is due; whether to end is known afterwards. Collective."""
+        """Return whether a checkpoint is due, and update `terminated`. Collective."""
         mine: dict[str, Any] = {"stop": self.termination.asked, "due": False, "next": 0}
         if (schedule := self.schedule) is not None:
             now = time.monotonic()

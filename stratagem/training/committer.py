@@ -2,9 +2,9 @@
 
     next -> gradients -> commit -> sync -> report
 
-Whoever runs a step (`fit`, a Keras model, a custom loop) computes gradients and commits them. A
-committer knows where they go: into an all-reduce (`training/exchange.py`), to servers
-(`servers/push_committer.py`), or first the one and then the other.
+The code that runs a step (`fit`, a Keras model, a custom loop) computes gradients and commits them.
+A committer knows where they go: into an all-reduce (`training/exchange.py`), to servers
+(`servers/push_committer.py`), or to both, one after the other.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 
 class Commit(NamedTuple):
-    """What came of a commit."""
+    """The result of a commit."""
 
-    #: False: the gradient was dropped, and whatever was counted on these rows does not count
+    #: False: the gradient was dropped, and the losses and metrics of these rows do not count
     counted: bool
-    #: the numerator and the denominator of the loss, added up over everybody who committed to it
+    #: the numerator and the denominator of the loss, added up over all replicas that committed
     notes: Sequence[float] | Tensor
 
 
@@ -36,8 +36,8 @@ class Committer(Protocol):
         of the global batch afterwards."""
 
     def sync(self) -> None:
-        """After the update: give the parameters here their new values, if they are made
-        elsewhere, or bring replicas together that have gone apart."""
+        """After the update: fetch the parameters' new values, if they are made elsewhere, or
+        hold a meeting of replicas that train by themselves."""
 
     def close(self) -> None:
         """Take hooks and memory away."""

@@ -1,4 +1,4 @@
-"""Cross-device operations: which all-reduce adds the gradients up.
+"""Cross-device operations: the kinds of all-reduce that add gradients up.
 
 MirroredStrategy(cross_device_ops=HierarchicalCopyAllReduce())
 MirroredStrategy(cross_device_ops="auto")       # measure on this model, take the fastest
@@ -34,7 +34,7 @@ class RingAllReduce(CrossDeviceOps):
 
 @dataclass(frozen=True)
 class HierarchicalCopyAllReduce(CrossDeviceOps):
-    """First inside packs, then between their leaders; a pack per host, else `num_packs`."""
+    """First within packs, then between the first of each; a pack per host, else `num_packs`."""
 
     num_packs: int | None = None
 
@@ -43,7 +43,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
             raise UsageError(f"num_packs is {self.num_packs}; it must be 1 or more.")
 
     def packs(self, hosts: list[str]) -> list[list[int]]:
-        """Ranks by pack. `hosts[r]` is the host of rank r."""
+        """Return the ranks of each pack; `hosts[r]` is the host of rank r."""
         if self.num_packs is None and len(set(hosts)) > 1:
             return [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
         size = len(hosts)
@@ -54,7 +54,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
 @dataclass(frozen=True)
 class ReductionToOneDevice(CrossDeviceOps):
-    """One replica adds everything up and sends the sum back; the first unless named."""
+    """One replica, the first unless named, adds all gradients up and sends the sum back."""
 
     reduce_to_device: str | None = None
 
@@ -87,7 +87,7 @@ _NAMES: dict[str, CrossDeviceOps] = {
 
 
 def named(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
-    """The operation behind a name; None and "auto" stay as they are."""
+    """Return the operation with a name; None and "auto" stay as they are."""
     if choice is None or choice == "auto" or isinstance(choice, CrossDeviceOps):
         return choice
     if isinstance(choice, str) and choice.lower() in _NAMES:
@@ -98,7 +98,7 @@ def named(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
 
 @dataclass(frozen=True)
 class Ground:
-    """What the replicas stand on, as far as it decides which operations they can run."""
+    """The hardware facts that decide which operations the replicas can run."""
 
     kinds: frozenset[str]
     one_host: bool
@@ -107,16 +107,16 @@ class Ground:
 
     @property
     def backend(self) -> str:
-        """torch's collective between them: that of their kind, or Gloo, which needs none."""
+        """torch's backend: that of the devices' kind, or Gloo, which works between any."""
         (kind,) = self.kinds if len(self.kinds) == 1 else ("cpu",)
         return kind_of(kind).backend if self.apart else "gloo"
 
 
 def possible(ground: Ground) -> list[CrossDeviceOps]:
-    """What these replicas can run, the usual choice first."""
+    """Return the operations that these replicas can run, the usual choice first."""
     general = [RingAllReduce(), HierarchicalCopyAllReduce(), ReductionToOneDevice()]
     if ground.backend == "tpu_dist":
-        return general[:1]  # its first group must be of everybody, and no other was tried
+        return general[:1]  # its first group must have all replicas, and no other was tried
     if ground.backend == "nccl":
         return [NcclAllReduce(), *general[1:]]
     if ground.kinds == {"cpu"} and ground.one_host:
@@ -125,7 +125,7 @@ def possible(ground: Ground) -> list[CrossDeviceOps]:
 
 
 def check(op: CrossDeviceOps, ground: Ground) -> None:
-    """Refuse, with the reason, what these replicas cannot run."""
+    """Refuse an operation that these replicas cannot run."""
     if isinstance(op, NcclAllReduce) and ground.backend != "nccl":
         where = ", ".join(sorted(ground.kinds)) + ("" if ground.apart else ", several on one GPU")
         raise UsageError(

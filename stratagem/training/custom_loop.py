@@ -3,16 +3,17 @@
 The gradient of the global batch is  sum of n_r g_r / sum of n_r,  where replica r divides its loss
 by n_r. Shares weigh by their rows, w_r = rows_r / rows. The gradient of replica r is multiplied by
 f_r = n_r / (rows_r * unit) at the loss, and the sum of all w_r f_r, which travels with the
-gradients, divides the result. Any unit is right that all replicas have alike; with the number of
-values in a row, on which replicas agree at the first pass, both are mostly 1 and nothing is done.
-A summed loss is multiplied by 1 / w_r.
+gradients, divides the result. Any unit is right that is the same on all replicas; with the number
+of values in a row, on which they agree at the first pass, both factors are mostly 1 and cost
+nothing. A summed loss is multiplied by 1 / w_r.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -23,8 +24,18 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.change_tracker import digest
-from stratagem.training.hints import tell_of_hooks, tell_without_loader
-from stratagem.training.loss_reading import BY_ROWS, Reading, UsualLoss, times, zeroed, zeros
+from stratagem.training.hints import warn_of_hooks, warn_without_loader
+from stratagem.training.loss_reading import (
+    BY_ROWS,
+    TOLERANCE,
+    PushWeights,
+    Reading,
+    UsualLoss,
+    refuse_spread,
+    times,
+    zeroed,
+    zeros,
+)
 from stratagem.training.loss_terms import Doubt, Term, terms_of
 from stratagem.training.meetings import save_whole_files
 from stratagem.training.replica import Replica, replica_of_loop
@@ -40,7 +51,7 @@ REMEDY = (
 
 
 class Accumulates(Protocol):
-    """What has gradients, to which a pass may add."""
+    """Holds gradients, to which a backward pass may add."""
 
     def keep_earlier(self) -> None: ...
 
@@ -48,7 +59,11 @@ class Accumulates(Protocol):
 
 
 class LossReader:
-    """Reads the losses of one replica's custom loops; all replicas come to the same state."""
+    """Reads the losses of one replica's custom loops; all replicas arrive at the same state.
+
+    Before an all-reduce a factor multiplies the gradient at the loss, and `settle` divides the sum;
+    a worker that pushes by itself notes it in `pushes`, since the servers weigh.
+    """
 
     def __init__(self, replica: Replica, reduction: str | None) -> None:
         self._replica = weakref.ref(replica)
@@ -57,51 +72,58 @@ class LossReader:
         self.passes = 0
         #: as the user said: "mean", "sum", or None
         self.reduction = reduction
-        #: servers are told how much a gradient weighs; elsewhere it is multiplied by that
-        self.for_servers = False
-        #: how many times the share's batch stands in the batch that it is itself a part of
-        self.beyond = 1.0
-        #: for servers: the factors of all passes since a batch came
-        self.totals: list[float] = []
-        self.keeps_totals = False
-        #: the latest pass; replicas add these up together with the gradients
-        self.reading = BY_ROWS
-        #: what the whole gradient is multiplied by, where it stays with this replica
+        #: with servers
+        self.pushes: PushWeights | None = None
+        #: with `sync=`: what the whole gradient is multiplied by
         self.scale: Callable[[], float] | None = None
-        #: declared in place of what can be read
-        self.count: float | Tensor | None = None
-        #: values in a row, by the kind of mean; the same on all replicas
+        #: the latest pass, and its loss; replicas add readings up together with the gradients
+        self.reading = BY_ROWS
+        self.loss: weakref.ref[Tensor] | None = None
+        self.is_reading = False
+        #: gathers a value from all replicas
+        self.gather: Callable[[Any], list[Any]] = partial(gather_tree, replica.collective)
+        #: given by the user in place of what can be read
+        self._count: float | None = None
+        #: values in a row, by the kind of mean; the same on all replicas once they have agreed
         self._units: dict[str, float] = {}
         self._agreed = False
-        #: tells all replicas something, and hears theirs
-        self.gather: Callable[[Any], list[Any]] = partial(gather_tree, replica.collective)
-        self.is_reading = False
-        #: whose sums the readings are for
-        self.exchanges: list[weakref.ref[Accumulates]] = []
-        #: the loss of the latest pass
-        self.loss: weakref.ref[Tensor] | None = None
-        #: the models whose gradients travel, until hooks on their parameters were told of
-        self.unhooked: list[weakref.ref[nn.Module]] = []
+        #: the exchanges whose gradients the readings are for
+        self._exchanges: list[weakref.ref[Accumulates]] = []
+        #: the prepared models, until a warning of hooks on their parameters
+        self._unhooked: list[weakref.ref[nn.Module]] = []
         self._warned = False
         self._usual = UsualLoss()
 
+    @property
+    def _weighs_at_servers(self) -> bool:
+        return self.pushes is not None and not self.pushes.grouped
+
+    @contextmanager
+    def divided_by(self, count: float) -> Iterator[None]:
+        """Take losses of backward passes in the block as divided by `count`."""
+        self._count = count
+        try:
+            yield
+        finally:
+            self._count = None
+
     def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
-        """Run `backward` with the factors on the terms of its losses that make shares add up."""
+        """Run `backward` with factors on the terms of its losses that make shares add up."""
         self.is_reading = True
         self.passes += 1
-        if self.passes & (self.passes - 1) == 0 and self.unhooked:
+        if self.passes & (self.passes - 1) == 0 and self._unhooked:
             self._look_for_hooks()
         handles: list[Any] = []
         try:
             self.reading = self._weigh(losses, handles)
-            if self.for_servers:
-                self._note_for_servers()
+            if self.pushes is not None and not self.pushes.grouped:
+                refuse_spread(float(self.reading.spread))
+                self.pushes.totals.append(float(self.reading.factor))
             self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
             if self.scale is not None:
                 self._apply_scale(self.scale(), losses, handles)
-            for found in self.exchanges:  # whether a sum is divided depends on other replicas, too
-                if (exchange := found()) is not None:
-                    exchange.keep_earlier()
+            for exchange in self._present():  # whether a sum is divided depends on all replicas
+                exchange.keep_earlier()
             backward()
         finally:
             self.is_reading = False
@@ -109,20 +131,26 @@ class LossReader:
                 handle.remove()
 
     def serve(self, exchange: Accumulates) -> None:
-        """Read losses for the sums of an exchange, too, as long as it is there."""
-        self.exchanges = [each for each in self.exchanges if each() is not None]
-        self.exchanges.append(weakref.ref(exchange))
+        """Read losses for the gradients of an exchange, too, as long as it exists."""
+        self._exchanges = [each for each in self._exchanges if each() is not None]
+        self._exchanges.append(weakref.ref(exchange))
+
+    def _present(self) -> list[Accumulates]:
+        return [each for found in self._exchanges if (each := found()) is not None]
+
+    def watch_hooks(self, model: nn.Module) -> None:
+        """Warn, at a later pass, if the user has hooks on the model's parameters."""
+        self._unhooked.append(weakref.ref(model))
 
     def _look_for_hooks(self) -> None:
-        exchanges = [each for found in self.exchanges if (each := found()) is not None]
+        models = [model for found in self._unhooked if (model := found()) is not None]
+        exchanges, replica = self._present(), self._replica()
 
         def ours(param: Tensor) -> int:
             return sum(each.has(param) for each in exchanges)
 
-        models = [model for found in self.unhooked if (model := found()) is not None]
-        replica = self._replica()
-        if replica is not None and any(tell_of_hooks(each, replica, ours) for each in models):
-            self.unhooked = []
+        if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
+            self._unhooked = []
 
     def _apply_scale(self, scale: float, losses: Sequence[Tensor], handles: list[Any]) -> None:
         nodes = {each.grad_fn for each in losses if each.grad_fn is not None}
@@ -133,20 +161,20 @@ class LossReader:
 
     def _weigh(self, losses: Sequence[Tensor], handles: list[Any]) -> Reading:
         share = self.share
-        if self.for_servers and share.examples == share.total:
+        if self._weighs_at_servers and share.examples == share.total:
             return BY_ROWS  # the whole batch
         borrowed = share.announced and not share.examples
-        plain = self.count is None is self.reduction and share.announced and len(losses) == 1
+        plain = self._count is None is self.reduction and share.announced and len(losses) == 1
         if plain:
             seen = losses[0], share.examples, self.passes
             if (reading := self._usual.reading(*seen)) is not None:
                 return reading
             if (usual := self._usual.term(*seen)) is not None:
                 return self._single(*usual, handles)
-        if self.count is not None:
+        if (count := self._count) is not None:
             constants: list[Tensor] = []
             terms = [
-                Term(each.grad_fn, "mean", self.count, round(float(self.count)) or 1, counted=True)
+                Term(each.grad_fn, "mean", count, round(count) or 1, counted=True)
                 for each in losses
                 if each.grad_fn is not None
             ]
@@ -155,7 +183,7 @@ class LossReader:
         if self.reduction == "sum":
             terms = [t if t.kind == "fixed" else Term(t.node, "sum") for t in terms]
         names = self._names(terms)
-        if not self._agreed and not self.for_servers and self._is_for_all(losses):
+        if not self._agreed and not self._weighs_at_servers and self._is_for_all(losses):
             self._agreed = True
             self._agree(names, terms, constants)
         if borrowed:
@@ -169,15 +197,15 @@ class LossReader:
         return reading
 
     def _single(self, only: Term, unit: float, handles: list[Any]) -> Reading:
-        """Of one mean, whose unit all replicas know."""
+        """Weigh a loss that is one mean, whose unit all replicas know."""
         weight = only.count / self.share.examples
         self._apply([(only, weight / unit)], handles)
         return Reading(weight / unit, 0.0, 0.0, weight)
 
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
-        """Whether a pass reaches a prepared parameter; others may be one replica's alone."""
+        """Whether a pass reaches a prepared parameter; if not, other replicas may do none."""
         todo: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        exchanges = [each for found in self.exchanges if (each := found()) is not None]
+        exchanges = self._present()
         seen: set[Any] = set()
         while todo:
             node = todo.pop()
@@ -190,22 +218,22 @@ class LossReader:
         return False
 
     def _names(self, terms: list[Term]) -> list[str]:
-        """Of the means: what replicas call them when they agree on a unit."""
-        if self.count is not None:
+        """Name the means, alike on all replicas, so that they can agree on a unit for each."""
+        if self._count is not None:
             return [_DECLARED] * len(terms)
         return [f"{term.node.name()} {i}" for i, term in enumerate(terms) if term.kind == "mean"]
 
     def _agree(self, names: list[str], terms: list[Term], constants: list[Tensor]) -> None:
-        """At the first pass of all: what a row of each mean has, and that constants are alike."""
+        """At the first pass of all replicas: agree on units, and check that constants are alike."""
         rows = self.share.examples
         means = [term for term in terms if term.kind == "mean"]
         mine = [[name, term.full / rows] for name, term in zip(names, means, strict=True) if rows]
-        told = self.gather([mine, [digest(each) for each in constants] if rows else None])
+        everybody = self.gather([mine, [digest(each) for each in constants] if rows else None])
         values: dict[str, list[float]] = {}
-        for name, value in (pair for units, _ in told for pair in units):
+        for name, value in (pair for units, _ in everybody for pair in units):
             values.setdefault(name, []).append(value)
         self._units = {name: fmean(each) or 1.0 for name, each in values.items()}
-        digests = [each for _, each in told if each is not None]
+        digests = [each for _, each in everybody if each is not None]
         if any(a != b for row in zip(*digests, strict=False) for a, b in pairwise(row)):
             raise NotDistributable(
                 "what the loss sums up or averages over rows is multiplied or divided by a tensor "
@@ -223,8 +251,8 @@ class LossReader:
         odd = next((term for term in terms if term.kind == "unknown"), None)
         if odd is not None and doubts and not self._warned:
             self._warned = True
-            told = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
-            told(
+            say = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
+            say(
                 "the loss ends in %s, which cannot be read, and is taken for a mean over rows. "
                 'If it is one, prepare(..., loss_reduction="mean") says so; if not, '
                 "strategy.backward(loss, count=n) says what it is divided by.",
@@ -235,14 +263,14 @@ class LossReader:
     def _factors(
         self, terms: list[Term], names: list[str]
     ) -> tuple[list[tuple[Term, float | Tensor]], Reading]:
-        """What the gradient of each term is multiplied by."""
+        """Return what the gradient of each term is multiplied by."""
         share, mark = self.share, 0.0
         found: list[tuple[Term, float | Tensor]] = []
         named = iter(names)
         for term in terms:
             if term.kind != "mean":
                 continue
-            unit = self._units.get(next(named), 1.0 if self.count is not None else None)
+            unit = self._units.get(next(named), 1.0 if self._count is not None else None)
             if unit is None:
                 self._refuse_for_servers(term)
                 unit = term.full / share.examples or 1.0
@@ -253,23 +281,23 @@ class LossReader:
         base = factors[0] if factors else 1.0
         spread = max((abs(factor - base) for factor in factors), default=0.0)
         found += [(term, base) for term in terms if term.kind == "fixed"]
-        whole = share.total / share.examples * self.beyond
+        whole = share.total / share.examples
+        whole *= 1.0 if self.pushes is None else self.pushes.batch_to_ticket
         found += [(term, whole) for term in terms if term.kind == "sum"]
         summed = bool(terms) and all(term.kind in ("sum", "fixed") for term in terms)
-        return found, Reading(base, spread, mark, self._weight(terms, base), summed)
-
-    def _weight(self, terms: list[Term], base: float | Tensor) -> float | Tensor:
-        means = [term for term in terms if term.kind == "mean"]
-        return means[0].count / self.share.examples if len(means) == 1 == len(terms) else base
+        weight = base
+        if len(terms) == 1 and terms[0].kind == "mean":
+            weight = terms[0].count / share.examples
+        return found, Reading(base, spread, mark, weight, summed)
 
     def _apply(self, found: Sequence[tuple[Term, float | Tensor]], handles: list[Any]) -> None:
-        """Have every term multiplied; a node that stands in the loss twice is one node."""
+        """Have each term multiplied; a node that stands in the loss twice is one node."""
         done: dict[Any, float | Tensor] = {}
         for term, factor in found:
-            if self.for_servers and term.kind != "sum":
+            if self._weighs_at_servers and term.kind != "sum":
                 continue
             if term.node in done:
-                self._refuse_spread(abs(float(done[term.node]) - float(factor)))
+                refuse_spread(abs(float(done[term.node]) - float(factor)))
                 continue
             done[term.node] = factor
             if isinstance(factor, Tensor) or factor != 1.0:
@@ -278,26 +306,14 @@ class LossReader:
                 handles += zeroed(term.node)
 
     def _refuse_for_servers(self, term: Term) -> None:
-        if self.for_servers and (term.picked or term.full % self.share.examples):
+        if self._weighs_at_servers and (term.picked or term.full % self.share.examples):
             raise NotDistributable(
                 "the loss is a mean over a number of values that is no multiple of the rows, and "
                 "servers weigh the parts of a batch by their rows. " + REMEDY
             )
 
-    def _note_for_servers(self) -> None:
-        """Note a reading for servers, without asking other replicas."""
-        reading = self.reading
-        self._refuse_spread(float(reading.spread))
-        self.totals.append(float(reading.factor))
-
-    def weight_of_batch(self) -> float:
-        """For servers: how much the gradients of the batch in hand weigh for each of its rows."""
-        totals, self.totals = self.totals or [1.0], []
-        self._refuse_spread(max(abs(each - totals[0]) for each in totals))
-        return totals[0]
-
     def weight_of(self, value: Tensor | float) -> tuple[float, bool]:
-        """How much a share's value weighs for each of its rows, and whether it is a sum."""
+        """Return how much a share's value weighs for each of its rows, and whether it is a sum."""
         if self.loss is not None and self.loss() is value:
             return float(self.reading.weight), self.reading.summed
         if not isinstance(value, Tensor) or value.grad_fn is None:
@@ -314,35 +330,24 @@ class LossReader:
         return float(reading.weight), reading.summed
 
     def settle(self, notes: Sequence[float]) -> float:
-        """Return what the sum of all gradients is divided by, given all replicas' readings."""
+        """Return the divisor of the sum of all gradients, given the sum of all readings."""
         if self.passes == 1 and not self.share.announced and (replica := self._replica()):
             loss = self.loss() if self.loss is not None else None
-            tell_without_loader(replica, None if loss is None else float(loss.detach()))
+            warn_without_loader(replica, None if loss is None else float(loss.detach()))
         total, spread, mark, square = notes
         if spread:
-            self._refuse_spread(spread)
-        if square - mark * mark > _TOLERANCE:
+            refuse_spread(spread)
+        if square - mark * mark > TOLERANCE:
             raise NotDistributable(
                 "the loss is a mean over values of which the rows of one replica have more than "
                 "those of another (packed sequences, graphs?). " + REMEDY
             )
-        if self.keeps_totals:
-            self.totals.append(total)
+        if self.pushes is not None:
+            self.pushes.totals.append(total)
         return total
-
-    def _refuse_spread(self, spread: float) -> None:
-        if spread > _TOLERANCE:
-            raise NotDistributable(
-                "the loss adds up terms that are divided by different counts (ignored targets or "
-                "class weights in one of them, rows in another), so that no single weight fits a "
-                "share. With mirrored replicas call strategy.backward(term, count=n) for each of "
-                "the terms, with retain_graph=True for all but the last; with servers use sg.Model."
-            )
 
 
 _DECLARED = "declared"
-#: of a number that is 1 but for rounding, in fp32
-_TOLERANCE = 1e-6
 #: spreads whole numbers over 0 .. 1
 _GOLDEN = 0.6180339887498949
 
@@ -354,8 +359,7 @@ _plain = torch.autograd.backward
 
 def reader_of(replica: Replica) -> LossReader | None:
     """Return the reader of this replica's losses; None before anything is prepared."""
-    found: LossReader | None = replica.reader
-    return found
+    return replica.loop.reader  # type: ignore[no-any-return]
 
 
 def read_losses(replica: Replica, reduction: str | None) -> LossReader:
@@ -363,7 +367,7 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
     check_reduction(reduction)
     reader = reader_of(replica)
     if reader is None:
-        reader = replica.reader = LossReader(replica, reduction)
+        reader = replica.loop.reader = LossReader(replica, reduction)
         save_whole_files()
         torch.autograd.backward = _backward
     if reduction is not None and reader.reduction not in (None, reduction):
@@ -376,20 +380,15 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
 
 
 def check_reduction(reduction: str | None) -> None:
-    """Refuse what is no reduction."""
+    """Refuse an unknown `loss_reduction`."""
     if reduction not in (None, "mean", "sum"):
         raise UsageError(f'loss_reduction={reduction!r}; it is "mean" or "sum".')
 
 
-def begin_loop(replica: Replica) -> None:
-    """Forget the losses of earlier calls of strategy.run."""
-    replica.reader = None
-
-
 def _backward(tensors: Any, *args: Any, **options: Any) -> None:
-    """Stand in for torch.autograd.backward, which Tensor.backward calls, too."""
+    """Replace torch.autograd.backward, which Tensor.backward calls, too."""
     replica = replica_of_loop()
-    reader: LossReader | None = None if replica is None else replica.reader
+    reader = None if replica is None else reader_of(replica)
     if reader is None or reader.is_reading:
         _plain(tensors, *args, **options)
         return

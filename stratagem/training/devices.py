@@ -1,4 +1,4 @@
-"""Device names: the book's spellings and torch's, checked against what is here; and GPU memory."""
+"""Device names, in the book's and torch's spellings, checked against this machine; GPU memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _SPELLED = {"gpu": "cuda"}
-#: those that a strategy takes by itself, if they are here
+#: kinds of devices that a strategy takes by itself, if there are any
 _USUAL = ("cuda", "mps")
 
 
@@ -44,7 +44,7 @@ def canonical(name: str | torch.device) -> str:
 
 
 def resolve(names: Iterable[str | torch.device] | str | None) -> tuple[str, ...]:
-    """The devices asked for, each present and none twice; None means all that are here."""
+    """Return the named devices, each present and none twice; None means all that are present."""
     if names is None:
         return tuple(present())
     if isinstance(names, str | torch.device):
@@ -77,7 +77,7 @@ def place(device: str) -> torch.device:
 
 
 def identity(device: str) -> str:
-    """What is behind a name on this host: two tasks may both call different GPUs `cuda:0`."""
+    """Identify the device behind a name: two tasks may call different GPUs `cuda:0`."""
     return kind_of(device).identity(place(device), device)
 
 
@@ -93,7 +93,7 @@ def _listing() -> str:
 # --- GPU memory: a limit per task, and advice when memory runs out --------------------------------
 #
 # Several tasks may share one GPU (`stratagem run --replicas 2 --gpu-memory 45%`); each then keeps
-# to its part, and one that needs more fails by itself instead of starving the others.
+# to its part, and a task that needs more fails by itself instead of starving the others.
 
 
 VARIABLE = "STRATAGEM_GPU_MEMORY"
@@ -105,7 +105,7 @@ _ON_CPUS = 'PipelineStrategy(["cpu:0", "cpu:1"]), which splits the model itself.
 
 
 def fraction(limit: str, total: int) -> float:
-    """The part of `total` bytes that "8GiB", "50%" or "0.5" allows."""
+    """Return the fraction of `total` bytes that "8GiB", "50%" or "0.5" allows."""
     match = _AMOUNT.fullmatch(limit.strip())
     if match is None:
         raise UsageError(
@@ -136,7 +136,7 @@ def limit_memory(device: torch.device) -> None:
 
 @contextmanager
 def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
-    """Add what to try to torch's own message."""
+    """Add remedies to torch's error when memory runs out."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -155,7 +155,7 @@ def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
 
 
 def _is_shortage(error: BaseException) -> bool:
-    """Whether there was no memory; of the CPU's torch says so in words only."""
+    """Whether memory ran out; for the CPU torch says so only in the message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return type(error) is RuntimeError and "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""A training tried out, step by step, in place of running it.
+"""Hands a training to the planner, which tries single steps in place of running it.
 
 The planner opens `instead_of_fit` to see what a script trains; the next `fit` hands over a DryRun
 and goes no further. Meanwhile strategies start no process: a custom loop on several replicas runs
@@ -23,26 +23,26 @@ class DryRun:
     module: nn.Module
     #: one global batch: tensors, or tuples, lists and dicts of them
     batch: Any
-    #: of such a batch, ready for `backward`
+    #: computes the loss of such a batch
     loss: Callable[[Any], Tensor]
-    #: what follows backward: the optimizer's step
+    #: makes the optimizer's step after backward
     update: Callable[[], None]
-    #: torch's, where there is one: its state is put back afterwards
+    #: torch's optimizer, if there is one: its state is restored afterwards
     optimizer: Optimizer | None = None
     #: over how many replicas the script's strategy splits the batch
     replicas: int = 1
     device: str = "cpu:0"
     #: train a copy with another strategy, on so many such batches; examples a second
     train: Callable[[Any, Any, int], float] | None = None
-    #: what a step changes besides the module and that optimizer
+    #: tensors that a step changes besides the module and that optimizer
     beside: Sequence[Tensor] = ()
     #: micro-batches that the batch consists of
     accumulated: int = 1
-    #: what whoever reads the figures should know
+    #: remarks for the reader of the figures
     notes: Sequence[str] = ()
     #: whether the script has a loop of its own, and calls no `fit`
     own_loop: bool = False
-    #: what such a batch gives the module, and that as the module's arguments, by their names
+    #: takes the module's input from a batch, and splits it into the module's named arguments
     inputs: Callable[[Any], Any] | None = None
     arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
     #: why no pipeline takes this training, why it is not sharded, nor its layers divided
@@ -56,9 +56,9 @@ class DryRunHandedOver(BaseException):
 
 
 _taker: list[Callable[[DryRun], None]] = []
-#: into how many parts the script's strategy would have dealt out the batches of its own loop
+#: into how many shares the script's strategy would have cut the batches of a custom loop
 _parts = [1]
-#: front ends that must know when rehearsals are wanted; each returns what to hold open meanwhile
+#: functions of front ends, called when a dry run is wanted; each returns a context to hold open
 _front_ends: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
@@ -68,7 +68,7 @@ def wanted() -> bool:
 
 
 def deal(parts: int) -> None:
-    """Remember that each of so many replicas would get its part of a loop's batches."""
+    """Remember among how many replicas a loop's batches would be divided."""
     _parts[0] = parts
 
 

@@ -1,9 +1,8 @@
-"""Jobs that replicas may leave and join: when to go on without one, and when not."""
+"""Elastic jobs, which replicas may leave and join: when a call is begun again, and from where."""
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ class Elastic:
     least: int = 1
 
 
-def _nobody() -> None:
+def _do_nothing() -> None:
     return None
 
 
@@ -39,36 +38,36 @@ def _never() -> bool:
     return False
 
 
-def _the_end(error: BaseException) -> None:
+def _reraise(error: BaseException) -> None:
     raise error
 
 
 @dataclass
 class Again:
-    """A call that can be begun again where replicas have left or joined an elastic job."""
+    """A call that can be begun again after replicas have left or joined an elastic job."""
 
-    #: how much of it is done, which is in its arguments; None while it cannot be begun again
+    #: how much of the call is done and in its arguments; None while it cannot be begun again
     done: Callable[[], int | None]
-    #: whether the results of all replicas are asked for, and not only this process's own
+    #: whether the caller needs the results of all replicas, not only of this process
     whole: bool = False
-    #: whether it is about to end: who is here is enough, however few they are
+    #: whether the call is about to end, so that the remaining replicas suffice, however few
     hurry: Callable[[], bool] = _never
-    #: whether another process can take the chief's place in it, where the job outlives the chief
+    #: whether another process can become the chief of the call, where the job outlives the chief
     inherited: bool = False
-    #: whether standbys can follow it, and take the place of a follower in its steps
+    #: whether standbys can follow the call, and replace a follower within its steps
     followed: bool = False
-    #: lets tasks join, once the call can be begun again; set by whoever runs the call
-    let_join: Callable[[], None] = _nobody
-    #: comes together again in the midst of the call, which this process goes on with while the
-    #: others begin anew; raises where the job ends
-    regroup: Callable[[BaseException], None] = _the_end
-    #: with servers, one of which is lost: puts the arguments to what they were at the last
-    #: checkpoint; raises where the job ends
-    go_back: Callable[[BaseException], None] = _the_end
+    #: lets tasks join, once the call can be begun again; set by the replica group
+    let_join: Callable[[], None] = _do_nothing
+    #: forms the group again in mid-call, which goes on in this process while the other replicas
+    #: begin anew; raises if the job ends
+    regroup: Callable[[BaseException], None] = _reraise
+    #: after the loss of a server: restores the arguments from the last checkpoint; raises if the
+    #: job ends
+    go_back: Callable[[BaseException], None] = _reraise
 
 
 class Tries:
-    """Whether a call goes on after what has happened to it."""
+    """Counts the failures of one call, and decides whether it is begun again."""
 
     def __init__(self, elastic: Elastic | None, again: Again | None) -> None:
         self._again = None if elastic is None else again
@@ -76,16 +75,16 @@ class Tries:
         self.elastic = self._again is not None
         self._done = -1
         self._in_vain = 0
-        #: whether it was said that the call is not begun again
+        #: whether `left` has returned False
         self._over = False
 
     def left(
         self, error: BaseException, trouble: Failure | None, *, chief_may_die: bool = False
     ) -> bool:
-        """Whether it is begun again: not after an exception, which would come again, nor where
-        replicas die time after time with nothing done in between.
+        """Whether the call is begun again: not after an exception, which would be raised again, nor
+        after replicas have died several times with nothing done in between.
 
-        `chief_may_die`: the job outlives its chief; then a call must be one that another inherits.
+        `chief_may_die`: the job outlives its chief, if the call can be inherited.
         """
         chief = trouble is not None and trouble.rank == 0 and trouble.kind in DEPARTURES
         stays = chief and chief_may_die and not (self._again and self._again.inherited)
@@ -109,30 +108,29 @@ class Tries:
 
 # --- a custom loop that is begun again in the same process ----------------------------------------
 #
-# `strategy.run(train)` calls the function once more, on those who are here now, and `loader.epochs`
-# puts everything to what it was after the last update. The chief keeps a copy of that in memory: a
-# function can break off between the optimizer's step and the scheduler's, and half of a step counts
-# for nothing.
+# `strategy.run(train)` calls the function once more, on the present replicas, and `loader.epochs`
+# restores the state after the last update. The chief keeps a copy of that in memory: a function can
+# break off between the optimizer's step and the scheduler's, and half of a step must not count.
 
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 
 
 class LoopJournal:
-    """How far this process has come in one call of `strategy.run`."""
+    """The progress of this process in one call of `strategy.run`."""
 
     def __init__(self, *, inherited: bool = False) -> None:
         self.again = Again(lambda: self.steps, whole=True, hurry=lambda: self.termination.asked)
         self.again.inherited = inherited
         #: how often the function was begun again
         self.restarts = -1
-        #: batches that are in the weights; None before something is prepared
+        #: batches that are in the weights; None before a model is prepared
         self.steps: int | None = None
         #: of the loop's checkpoints: the last one's step and time
         self.last_saved: tuple[int, float] | None = None
-        #: SIGTERM counts in whichever try it comes, and between them
+        #: SIGTERM counts in any try of the call, and between two of them
         self.termination = Termination()
-        #: with a lossy wire, or `sync=`: what this replica alone has
+        #: with a lossy wire, or `sync=`: state that only this replica has
         self.rounds = LoopRounds()
         self._random: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
@@ -146,7 +144,7 @@ class LoopJournal:
             torch.set_rng_state(self._random["torch"])
             set_beside_torch(self._random, replica.device)
         self._prepared = False
-        _journals[replica] = self
+        replica.loop.journal = self
 
     def open(self) -> None:
         """Note that a model is prepared: from here on the loop can be begun again."""
@@ -160,13 +158,13 @@ class LoopJournal:
         self.again.let_join()
 
     def keep(self, model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
-        """On the chief: keep where the loop goes on if it breaks off."""
+        """On the chief: keep the state from which the loop goes on if it breaks off."""
         state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
         self._kept = _copied({**state, **progress}, self._kept)
         self.steps = int(progress["step"])
 
     def put_back(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Put both to what was kept; returns the rest of it, None if nothing was."""
+        """Restore model and optimizer; return the rest of what was kept, None if nothing was."""
         if self._kept is None:
             return None
         kept = _copied(self._kept)
@@ -179,12 +177,9 @@ class LoopJournal:
         self.termination.close()
 
 
-_journals: weakref.WeakKeyDictionary[Replica, LoopJournal] = weakref.WeakKeyDictionary()
-
-
 def journal_of(replica: Replica) -> LoopJournal | None:
     """Return the journal of this replica's call; None on followers, and without elastic."""
-    return _journals.get(replica)
+    return replica.loop.journal  # type: ignore[no-any-return]
 
 
 def _copied(tree: Any, into: Any = None) -> Any:

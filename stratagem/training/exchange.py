@@ -40,7 +40,7 @@ _READ_AT_ONCE = 3  # passes whose notes are looked at before the next one, on a 
 def open_exchange(
     named: Sequence[tuple[str, nn.Parameter]], replica: Replica, settings: Settings, **options: Any
 ) -> GradientExchange:
-    """The committer of these replicas: the strategy's own, or the all-reduce. Collective."""
+    """Open the committer of a strategy, the all-reduce unless it has its own. Collective."""
     made = settings.committer or GradientExchange
     reducer = setup.choose_reducer([p for _, p in named], replica, settings)
     committer: GradientExchange = made(named, replica, reducer, **options)
@@ -65,13 +65,13 @@ class GradientExchange(Keeper):
     ) -> None:
         self.replica = replica
         self.reducer = reducer
-        #: reduce at the end of every backward pass, for loops that are not ours
+        #: reduce at the end of every backward pass, for custom loops
         self.every_backward = every_backward
-        #: of custom loops: knows what losses are divided by
+        #: in custom loops: knows what losses are divided by
         self._reader = reader
-        #: of gradients that an earlier pass has reduced, while another pass adds to them
+        #: a copy of the gradients that an earlier pass has reduced, while a pass adds to them
         self._earlier: list[Tensor] | None = None
-        #: of passes that nobody has waited for, the largest numbers of the notes
+        #: on a GPU: the largest notes of the passes that were not checked yet
         self._unread: Tensor | None = None
         notes = notes if reader is None else NOTES
         self._switch = _Switch()
@@ -107,7 +107,7 @@ class GradientExchange(Keeper):
                 self._handles.append(_guard_frozen(name, p))
         flats = [bucket.flat for bucket in self.buckets.buckets]
         flats += [self.buckets.apart] if self.buckets.apart is not None else []
-        #: gives the memory back; also when a model that was prepared is forgotten
+        #: gives the memory back; also when a prepared model is garbage-collected
         self._release = weakref.finalize(self, _release, replica.collective, flats)
         self._release.atexit = False
 
@@ -127,7 +127,7 @@ class GradientExchange(Keeper):
                 self._refuse_second_pass(param)
             self._begin()
         if param.grad is None:
-            return  # it comes in factors
+            return  # the gradient comes in factors
         index = self._index[param]  # type: ignore[index]
         if param.grad.layout != torch.strided:
             raise NotDistributable(
@@ -147,7 +147,7 @@ class GradientExchange(Keeper):
         return grad is not None and grad.data_ptr() == self.buckets.views[index].data_ptr()
 
     def _refuse_second_pass(self, first: Tensor) -> None:
-        """Refuse gradients to which an earlier pass has given the momentum already."""
+        """Refuse to add to gradients that the wire's momentum is in already."""
         for i, param in enumerate(self.buckets.params):
             kept = param is not first and self._is_reduced(i, param)
             if kept and bool(self.buckets.views[i].any()):
@@ -165,18 +165,17 @@ class GradientExchange(Keeper):
             after_backward(self._finish_by_itself)
 
     def _finish_by_itself(self) -> None:
-        """At the end of a backward pass; in a custom loop, divide by what the losses tell."""
+        """End a backward pass; in a custom loop, divide by what the losses were divided by."""
         reader = self._reader
         if reader is None:
             self.finish([])
             return
         notes = self.finish(reader.reading.notes())
-        if not reader.for_servers:  # else the push counts
-            figures_of(self.replica).step(self.replica.share.examples)
+        figures_of(self.replica).step(self.replica.share.examples)
         if notes.is_cuda and self.finished > _READ_AT_ONCE:  # not to wait for the device
-            told = notes.clone()
-            self._unread = told if self._unread is None else torch.maximum(self._unread, told)
-            self._divide(told[0])
+            notes = notes.clone()
+            self._unread = notes if self._unread is None else torch.maximum(self._unread, notes)
+            self._divide(notes[0])
             return
         total = reader.settle(notes.tolist())
         if abs(total - 1.0) > (1e-6 if notes.dtype is torch.float32 else 1e-14):
@@ -199,7 +198,7 @@ class GradientExchange(Keeper):
         return param in self._index
 
     def keep_earlier(self) -> None:
-        """Before a pass whose sum may have to be divided: earlier gradients stay what they are."""
+        """Copy earlier gradients before a pass whose own sum alone may have to be divided."""
         self._earlier, buckets = None, self.buckets
         for param in buckets.params:
             if param.grad is not None:
@@ -212,7 +211,7 @@ class GradientExchange(Keeper):
             for bucket, before in zip(buckets.buckets, self._earlier, strict=True):
                 sizes = [buckets.params[i].numel() for i in bucket.members]
                 for i, part in zip(bucket.members, torch.split(before, sizes), strict=True):
-                    if not reduced[i]:  # what lies there is of a pass that is forgotten
+                    if not reduced[i]:  # the memory holds a gradient that the loop has dropped
                         part.zero_()
 
     def verify(self) -> None:
@@ -232,7 +231,7 @@ class GradientExchange(Keeper):
     ) -> None:
         """Complete the buckets: parameters without a gradient, and the notes.
 
-        Of a gradient that comes in factors there may be a product besides, which is said there.
+        A gradient in `factors` may have a product besides, which `Factors.mark` records.
         """
         if not self._open:
             self._begin()
@@ -291,9 +290,9 @@ class GradientExchange(Keeper):
         return self.buckets.notes
 
     def settle_unused(self, used: Sequence[float]) -> None:
-        """A parameter that nobody used keeps no gradient: zero would still move an optimizer.
+        """Remove the gradient of parameters that no replica used: a zero still moves an optimizer.
 
-        What was left out of its earlier gradients may come now, and is one.
+        A lossy wire may send now what it left out of earlier gradients; that counts as one.
         """
         for i, fired in enumerate(self._fired):
             if not fired:
@@ -328,13 +327,13 @@ def _release(collective: Collective, flats: list[Tensor]) -> None:
 
 @dataclass
 class _Switch:
-    """What an exchange leaves behind: whether it was in use when it went."""
+    """Whether an exchange is armed; outlives the exchange."""
 
     on: bool = True
 
 
 def _weakly(ready: Callable[[Tensor], None], switch: _Switch) -> Callable[[Tensor], None]:
-    """Return a hook that holds its exchange weakly: torch's parameters would keep it for ever."""
+    """Return a hook that holds its exchange weakly: parameters would keep it alive for ever."""
     found = weakref.WeakMethod(ready)
 
     def hook(param: Tensor) -> None:
@@ -381,7 +380,7 @@ def _refuse_odd(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def _guard_frozen(name: str, param: nn.Parameter) -> Any:
-    """Notice a parameter that is unfrozen later: it would train differently on each replica."""
+    """Refuse a gradient of a parameter that is unfrozen later: it would differ on each replica."""
 
     def refuse(_: Tensor) -> None:
         raise UsageError(

@@ -1,11 +1,11 @@
-"""Whether workers that run the script by themselves were given the same: asked when a call begins.
+"""Fingerprints of a call's arguments, which workers compare before they train together.
 
 Under a launcher every worker builds the model and loads the data itself, and takes its share from
 its own copy. Copies that differ (a split without a seed, a part of the data for each worker) would
-train on something that no single device sees. So each worker tells the others how its arguments
-look: names, shapes and numbers of rows, and the values of a few rows.
+train on something that no single device sees. So workers exchange a fingerprint of the arguments:
+names, shapes and numbers of rows, and the values of a few rows.
 
-What only the chief's counts of is left out: weights, a stream's batches, a loader's order.
+Left out is what the chief alone decides: weights, a stream's batches, a loader's order.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import gather_tree
 
-#: by what it is: a word for it, or a tensor of a few of its values; None where nothing is known
+#: by the name of a property: its text, or a tensor of a few values; None where it is not known
 Look = dict[str, str | Tensor | None]
 
 _ROWS = 8
 _VALUES = 32  # of a row
-_READS = 4  # of an item: by so many, chance is told from what is always so
+_READS = 4  # of an item: so many tell random augmentation from a fixed value
 
 
 def check(replica: Replica, call: str, look: Look) -> None:
-    """Refuse where replicas make the same call with other arguments. Collective."""
+    """Refuse a call in which replicas have different arguments. Collective."""
     compare(call, gather_tree(replica.collective, [replica.name, call, look]))
 
 
 def tell(call: str, look: Look | None) -> list[Any]:
     """Gather every replica's look; None for replicas that run no script. Collective."""
     replica = current_replica()
-    told = gather_tree(replica.collective, [replica.name, call, look])
-    return [each for each in told if each[2] is not None]
+    looks = gather_tree(replica.collective, [replica.name, call, look])
+    return [each for each in looks if each[2] is not None]
 
 
-def compare(call: str, told: list[Any]) -> None:
-    """Raise if a replica's arguments differ from the first one's."""
-    (first, verb, ours), *others = told
+def compare(call: str, looks: list[Any]) -> None:
+    """Raise if a replica's arguments differ from those of the first one."""
+    (first, verb, ours), *others = looks
     for name, other, theirs in others:
         if other != verb:
             raise _unlike(f"{name} calls {other} while {first} calls {verb}")
@@ -79,18 +79,18 @@ def _unlike(what: str) -> UsageError:
 
 def _alike(mine: Any, theirs: Any) -> bool:
     if mine is None or theirs is None:
-        return True  # one of them cannot tell
+        return True  # not known on one of them
     if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
         return bool(type(mine) is type(theirs) and mine == theirs)
     if mine.shape != theirs.shape:
         return False
-    # machines may differ in the last digits of what they have computed
+    # values computed on other machines may differ in the last digits
     mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
     return torch.allclose(mine, theirs, rtol=1e-2, atol=1e-5 * float(mine.abs().mean()))
 
 
 def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse to go on where replicas have different weights or settings. Collective."""
+    """Refuse to continue if replicas have different weights or settings. Collective."""
     trained = {
         name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
     }
@@ -120,7 +120,7 @@ def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> N
 
 
 def _same_bits(collective: Collective, look: Any) -> bool:
-    """Whether all replicas have the same to the last bit, as those of one machine do. Collective.
+    """Whether a value is the same to the bit on all replicas, as on one machine. Collective.
 
     A few bytes travel, a tenth of the time of `gather_tree`."""
     made = hashlib.blake2b(repr(look).encode(), digest_size=16).digest()
@@ -130,7 +130,7 @@ def _same_bits(collective: Collective, look: Any) -> bool:
 
 @torch.no_grad()
 def _norms(params: list[nn.Parameter]) -> list[list[float]]:
-    """Of each parameter two, a few numbers for however many; a change of one shows in one."""
+    """Return two norms of each parameter; a change of one value shows in at least one."""
     tensors = [p.detach() for p in params]
     found = [torch.stack(norms_of(tensors, order)).double() for order in (1, 2)]
     norms: list[list[float]] = torch.stack(found, 1).tolist()
@@ -138,7 +138,7 @@ def _norms(params: list[nn.Parameter]) -> list[list[float]]:
 
 
 def _about(mine: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether norms are the same but for the rounding of unlike machines."""
+    """Whether norms are the same but for rounding, which differs between machines."""
     return all(
         math.isclose(a, b, rel_tol=1e-5) or (a != a and b != b)
         for a, b in zip(mine, theirs, strict=True)
@@ -146,7 +146,7 @@ def _about(mine: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def of_module(module: nn.Module) -> Look:
-    """Names, shapes and types, and of what kinds of parts it is made."""
+    """The names, shapes and types of a module's tensors, and the classes of its parts."""
     state = [*module.named_parameters(), *module.named_buffers()]
     outline = [
         [name, "lazy" if is_lazy(t) else list(t.shape), str(t.dtype), t.requires_grad]
@@ -158,7 +158,7 @@ def of_module(module: nn.Module) -> Look:
 
 
 def of_optimizer(optimizer: Optimizer, *, settings: bool) -> Look:
-    """Its kind, and the parameters in each group; its settings where nobody sends the chief's."""
+    """An optimizer's class and sizes of its groups; its settings unless the chief sends its own."""
     groups = [len(group["params"]) for group in optimizer.param_groups]
     look: Look = {"optimizer": f"{type(optimizer).__name__} of {groups} parameters"}
     for name in optimizer.param_groups[0] if settings else ():
@@ -169,7 +169,7 @@ def of_optimizer(optimizer: Optimizer, *, settings: bool) -> Look:
 
 
 def of_loader(loader: Any, label: str) -> Look:
-    """Of a loader the dataset alone: only the chief's says which rows make up a batch."""
+    """The fingerprint of a loader's dataset; the chief's loader alone decides the batches."""
     if not isinstance(loader, DataLoader):
         return {f"kind of {label}": "none" if loader is None else type(loader).__name__}
     if is_stream(loader):
@@ -178,12 +178,13 @@ def of_loader(loader: Any, label: str) -> Look:
 
 
 def of_stream(label: str) -> Look:
-    """Only the chief reads it."""
+    """The fingerprint of a stream, which the chief alone reads."""
     return {f"kind of {label}": "a stream"}
 
 
 def of_dataset(dataset: Any, label: str, *, read: bool) -> Look:
-    """`read`: whether items may be read here; loaders with workers read them elsewhere."""
+    """The fingerprint of a dataset. `read`: whether items may be read in this process; loaders
+    with workers read them elsewhere."""
     look: Look = {f"kind of {label}": "a dataset", f"number of rows in {label}": _length(dataset)}
     inner, depth = dataset, 0
     while isinstance(inner, Subset):
@@ -228,7 +229,7 @@ def _some(tensor: Tensor) -> Tensor:
 
 
 def _spread(length: int, count: int) -> Tensor:
-    """So many places, the first and the last among them."""
+    """Return at most `count` evenly spaced indices, the first and the last among them."""
     if length <= count:
         return torch.arange(length)
     return torch.arange(count) * (length - 1) // (count - 1)
@@ -237,20 +238,19 @@ def _spread(length: int, count: int) -> Tensor:
 def _length(dataset: Any) -> str | None:
     try:
         return str(len(dataset))
-    except TypeError:  # that is how a dataset without a length says so
+    except TypeError:  # a dataset without a length
         return None
 
 
 def _items(dataset: Any) -> Tensor | None:
-    """Numbers of three items, if they are the same whenever they are read, and can be read at all:
-    one that is augmented at random tells nothing."""
+    """Return numbers of three items; None if they cannot be read, or are augmented at random."""
     found = []
     try:
         places = sorted({0, len(dataset) // 2, len(dataset) - 1})
         for read in range(_READS):
             with _dice(read):
                 found.append(torch.cat([_numbers(dataset[place]) for place in places]))
-    except Exception:  # an item that cannot be read is told of by whoever needs it
+    except Exception:  # an item that cannot be read raises again when it is needed
         return None
     same = all(torch.equal(found[0].nan_to_num(), each.nan_to_num()) for each in found)
     return found[0] if same and len(found[0]) else None
@@ -271,7 +271,7 @@ def _numbers(item: Any) -> Tensor:
 
 @contextmanager
 def _dice(seed: int) -> Iterator[None]:
-    """Random numbers that are the same everywhere; afterwards they go on as before."""
+    """Seed all generators in this block, and restore them at the end."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         torch.default_generator.manual_seed(seed)
@@ -289,12 +289,12 @@ def _plain(value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its text is the same in every process; that of an object may be its address."""
+    """Whether a value's text is the same in every process; an object's may be its address."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _short(value: Any) -> str:
-    """A few letters that stand for it."""
+    """Return a short digest of a value."""
     return "#" + hashlib.blake2b(repr(value).encode(), digest_size=4).hexdigest()

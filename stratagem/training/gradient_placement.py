@@ -1,18 +1,16 @@
-"""Weight gradients of linear layers, computed where they are to lie.
+"""Weight gradients of linear layers, computed in the memory from which they are sent.
 
-Backward makes a gradient in fresh memory, from where it is copied to where others find it: into a
-bucket, or a worker's outbox. With a core for each replica and all of them copying at once, that
-takes a fifth of a step. A linear layer's weight gradient is one matrix product, which can as well
-be written there at once:
+Backward makes a gradient in fresh memory, from which it is copied into a bucket or a worker's
+outbox. With a core for each replica and all of them copying at once, that takes a fifth of a step.
+A linear layer's weight gradient is one matrix product, which can be written there directly:
 
-    x, dy -> dy' x -> fresh memory -> bucket       as it comes
+    x, dy -> dy' x -> fresh memory -> bucket       by default
     x, dy -> dy' x ----------------> bucket       at home
-    x, dy -------------------------> factors      not at all, where others multiply (factors.py)
+    x, dy -------------------------> factors      each replica multiplies its slice (factors.py)
 
-The product is the same to the bit, and autograd takes that memory for the gradient's own. But what
-a forward of somebody's own does with its layers (copies them, runs them again, differentiates them)
-nobody can know; so this is for stacks of torch's own layers alone, without hooks: there, nothing
-but torch's code runs between x and dy.
+The product is the same to the bit, and autograd takes that memory for the gradient's own. But a
+user's forward may copy its layers, run them twice or differentiate them; so this is only for stacks
+of torch's own layers without hooks: there, only torch's code runs between x and dy.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from torch.nn.functional import linear
 from stratagem.compat.torch_names import MODULE_HOOKS, accumulator, has_global_hooks, will_run
 from stratagem.state.factors import Factors
 
-#: elements of a weight; a smaller one is copied sooner than it takes to go this way
+#: elements of a weight; for a smaller one the copy costs less than this
 WORTH = 1 << 16
 
 _TORCHS_OWN = nn.Linear.forward
 
 
 class PlacedGradients:
-    """The linear layers of a module, which know where their weight gradients are to lie."""
+    """The linear layers of a module, and the memory for each weight gradient: its home."""
 
     def __init__(self, module: nn.Module, homes: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """`homes`: parameters, and memory of the same shape and type for their gradients."""
@@ -45,14 +43,14 @@ class PlacedGradients:
             for param, home in homes
             if param.device.type == "cpu" and param.is_floating_point() and param.numel() >= WORTH
         }
-        #: weights of which x and dy are wanted rather than their product
+        #: weights whose gradient is sent as x and dy, not as their product
         self.factors: dict[Tensor, Factors] = {}
         self._lent: set[Tensor] = set()
         self._lending = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Stand around the module's forward."""
+        """Run the module's forward in this block."""
         layers = self._layers() if self._homes else []
         for layer in layers:
             vars(layer)["forward"] = _forward(self, layer)
@@ -63,9 +61,9 @@ class PlacedGradients:
                 del vars(layer)["forward"]
 
     def _layers(self) -> list[nn.Linear]:
-        """Those whose gradients have a home; none if code of somebody's own may come in between.
+        """The layers whose gradients have a home; none if a user's code may run in between.
 
-        Looked up every time: callbacks may have put a hook, or another layer, in.
+        Looked up for every forward: callbacks may have added a hook, or another layer.
         """
         patched = nn.Linear.forward is not _TORCHS_OWN or nn.functional.linear is not linear
         if patched or has_global_hooks():
@@ -79,7 +77,7 @@ class PlacedGradients:
         return layers
 
     def weights(self) -> list[Tensor]:
-        """Those whose gradients can have a home: a matter of types, the same on every replica."""
+        """The weights whose gradients can have a home, by types alone: the same on all replicas."""
         modules = list(self._module.modules())
         if not all(map(is_torchs, modules)):
             return []
@@ -88,7 +86,7 @@ class PlacedGradients:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass whose gradients belong there; no other's are written there."""
+        """Run a backward pass in this block; gradients of any other pass are not placed."""
         self._lent.clear()
         self._lending = True
         try:
@@ -97,7 +95,7 @@ class PlacedGradients:
             self._lending = False
 
     def gradient(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-        """The weight's gradient, made at home if it may be; None: its factors have been taken."""
+        """Return the weight's gradient, at home if possible; None if its factors were taken."""
         if not self._may_lend(weight):
             return dy.t().mm(x)
         self._lent.add(weight)
@@ -107,12 +105,12 @@ class PlacedGradients:
         return self.product(weight, dy, x)
 
     def product(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient, made at home."""
+        """Compute the gradient at home."""
         home = self._homes[weight].detach()  # an alias that only the gradient will hold
         return torch.mm(dy.t(), x, out=home)
 
     def _may_lend(self, weight: Tensor) -> bool:
-        """Whether this pass may write the gradient there: once, and only if it is to lie there."""
+        """Whether this pass may write the gradient at home: once, and with no sum there yet."""
         return (
             self._lending
             and weight not in self._lent
@@ -123,25 +121,25 @@ class PlacedGradients:
 
 
 class FactoredGradients(PlacedGradients):
-    """Factors alone: what comes as a product has no home of its own."""
+    """Gradients that come in factors only; a product has no home."""
 
     def product(self, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         return dy.t().mm(x)
 
 
 class AddedGradients(PlacedGradients):
-    """Microbatches: one product over the rows of many of them, where autograd makes one for each,
-    in fresh memory, and adds it to the sum. Nobody waits for it: the gradient of x goes on at once.
+    """Gradients of microbatches: one product over the rows of many of them.
 
-    Rows are kept as long as they are smaller than the gradient.
+    Autograd would make one product for each, in fresh memory, and add it to the sum. The gradient
+    of x does not wait for the product. Rows are kept while they are smaller than the gradient.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
-        """`layers`: what runs, one after another; nothing else may run between them."""
+        """`layers` run one after another; nothing else may run between them."""
         held = nn.ModuleList(dict.fromkeys(layers))
         super().__init__(held, ((param, param) for param in held.parameters()))
         self._lending = True
-        #: by weight: dy and x of the microbatches that are not in its gradient yet
+        #: by weight, dy and x of the microbatches that are not in its gradient yet
         self._waiting: dict[Tensor, list[tuple[Tensor, Tensor]]] = {}
         #: how many microbatches had no product of their own
         self.added = 0
@@ -157,12 +155,12 @@ class AddedGradients(PlacedGradients):
         return None
 
     def settle(self) -> None:
-        """All microbatches have been: have every weight its whole gradient."""
+        """Complete every weight's gradient after the last microbatch."""
         while self._waiting:
             self._multiply(*self._waiting.popitem())
 
     def forget(self) -> None:
-        """A batch begins; what another one has left was not finished."""
+        """Drop, before a batch, the rows of a batch that broke off."""
         self._waiting.clear()
 
     @staticmethod
@@ -200,9 +198,9 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def is_unseen(params: Iterable[Tensor]) -> bool:
-    """Whether only the exchange has hooks on gradients.
+    """Whether the exchange alone has hooks on gradients.
 
-    Hooks of any parameter count: it may be another's gradient that they look at.
+    Hooks of any parameter count: they may read the gradient of another one.
     """
     return not torch.is_anomaly_enabled() and not any(
         p._backward_hooks or len(p._post_accumulate_grad_hooks or ()) > 1 for p in params
@@ -210,8 +208,10 @@ def is_unseen(params: Iterable[Tensor]) -> bool:
 
 
 def is_kept(param: Tensor) -> bool:
-    """Whether somebody keeps the node that adds to `param.grad`, as who has a hook on it must:
-    otherwise it is gone when nobody looks, and the next one bears no mark. Takes its time."""
+    """Whether the node that adds to `param.grad` is kept alive, as a hook on it does. Slow.
+
+    A node that is not kept is freed, and the next one bears no mark.
+    """
     node: Any = accumulator(param)
     node.metadata["stratagem"] = True
     del node
@@ -224,7 +224,7 @@ def _accumulates(weight: Tensor) -> bool:
     node = accumulator(weight)
     try:
         return will_run(node)
-    except RuntimeError:  # that is how it says that it collects gradients for its caller
+    except RuntimeError:  # raised within torch.autograd.grad
         return False
 
 

@@ -1,4 +1,4 @@
-"""The followers of one process's replica group: who they are, and what they run."""
+"""The followers of one process's replica group: their membership, and the calls that they run."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ log = logging.getLogger("stratagem")
 
 
 class LocalMembership(Membership):
-    """The members on this process's own devices; also hears who has left the cluster."""
+    """The members on this process's own devices; also follows who has left the cluster."""
 
     cluster: Membership
-    #: whether another process takes the place of one that has died
+    #: replaces a process that has died; returns whether that is possible
     stand_in: Callable[[Failure], bool] | None = None
 
     def _become(self, trouble: Failure) -> None:
@@ -43,16 +43,16 @@ class LocalMembership(Membership):
     def _is_replaced(self, trouble: Failure) -> bool:
         try:
             return self.stand_in is not None and self.stand_in(trouble)
-        except Exception:  # whatever it is, the others must hear who has died
+        except Exception:  # whatever it is, peers must learn who has died
             log.exception("%s has no standby", trouble.member)
             return False
 
     def give_up_on(self, trouble: Failure) -> None:
-        """Nobody could take its place."""
+        """Report a death, since no process could replace the dead one."""
         super()._become(trouble)
 
     def replace(self, rank: int, member: Member, one: Follower) -> None:
-        """Another process has taken the place of one that died."""
+        """Put another process in the place of one that died."""
         assert self._star is not None
         self.members = (*self.members[:rank], member, *self.members[rank + 1 :])
         self._star.call(partial(self._router.expect, rank, member))
@@ -63,8 +63,8 @@ class LocalMembership(Membership):
         """Learn of this process's death before its socket closes, once it has answered."""
         life, pid, sock = one.life, one.pid, weakref.ref(one.member)
         if life is None:
-            return  # the socket tells
-        me = weakref.ref(self)  # who is forgotten ends its followers, whoever waits for these
+            return  # the socket closes
+        me = weakref.ref(self)  # a thread that waits must not keep a dropped group alive
 
         def await_end() -> None:
             if life.await_end(pid) and (here := me()) is not None and (link := sock()) is not None:
@@ -73,7 +73,7 @@ class LocalMembership(Membership):
         threading.Thread(target=await_end, daemon=True).start()
 
     def has_ended(self, rank: int, link: socket.socket) -> None:
-        """The process at the other end has died."""
+        """Note that the process at the other end has died."""
         if self._star is not None:
             self._star.call(partial(self._star.end, rank, link))
 
@@ -95,7 +95,7 @@ def open_local(
     cluster: Membership,
     give_up: float,
 ) -> LocalMembership:
-    """The membership of this process's own replicas; what is said in it is said in the cluster."""
+    """Open the membership of this process's own replicas, which passes notes on to the cluster."""
     members = [Member(placement.names[placement.rank], f"{devices[0]}, pid {os.getpid()}")]
     sockets: dict[int, socket.socket] = {}
     for i, one in enumerate(pool.followers, 1):
@@ -119,7 +119,7 @@ def watch_lives(local: Membership, pool: Pool) -> None:
 
 
 def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
-    """In a follower: connect to the others and keep the place for later calls."""
+    """In a follower: connect to the other replicas, for all calls to come."""
     desk = follower.state
     assert desk is not None
     logging.basicConfig(format="%(message)s")
@@ -153,11 +153,11 @@ def epitaph(
 
 
 class Cause:
-    """What is known of a failure before the followers are ended."""
+    """The cause of a failure, collected before the followers are ended."""
 
     def __init__(self, error: BaseException, local: Membership | None, pool: Pool | None) -> None:
         self._error, answer = error, None
-        #: whose end it is about
+        #: the follower that failed
         self.one: Follower | None = None
         self._trouble = trouble = local.trouble if local is not None else None
         if trouble is not None and pool is not None and isinstance(error, ReplicaError):
@@ -169,12 +169,12 @@ class Cause:
         self._orphaned = pool.orphaned() if pool is not None else None
 
     def say(self, then: str, status: Mapping[int, int | None] = MappingProxyType({})) -> None:
-        """Log it, now that followers have ended so, and what comes of it."""
+        """Log the cause and `then`, once followers have ended with these statuses."""
         text = str(self.error(status)).removesuffix(" Then start the job again.")
         log.warning("%s %s", text, then)
 
     def error(self, status: Mapping[int, int | None] = MappingProxyType({})) -> BaseException:
-        """Return what to raise, now that followers have ended so."""
+        """Return the error to raise once followers have ended with these statuses."""
         error, one, answer = self._error, self.one, self._answer
         if self._orphaned is not None and isinstance(error, ReplicaLost | OSError):
             return self._orphaned
@@ -188,13 +188,13 @@ class Cause:
 
 
 class Endings:
-    """Followers that come to their ends beside what comes next; how, is said when it is known."""
+    """Threads that end followers in the background, and log how each ended."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
 
     def begin(self, pool: Pool | None, cause: Cause, then: str) -> None:
-        """Kill them; they write nothing from now on."""
+        """Kill the followers; they write nothing from now on."""
         if cause.one is None:
             cause.say(then)
         if pool is None:
@@ -207,7 +207,7 @@ class Endings:
         self._threads[-1].start()
 
     def wait(self) -> None:
-        """Until nothing is left to be said."""
+        """Wait until every end was logged."""
         for each in self._threads:
             each.join()
 
@@ -232,26 +232,27 @@ def collected(pool: Pool, watch: Callable[[], None]) -> list[Any]:
     answers = pool.collect(watch)
     for one, answer in zip(pool.followers, answers, strict=True):
         if isinstance(answer.error, ReplicaError):
-            raise answer.error  # it only passes on what happened to another
+            raise answer.error  # passed on from another replica
         if answer.failed:
             raise failure(one.name, answer) from answer.error
     return [answer.value for answer in answers]
 
 
 def explained(error: BaseException, cluster: Membership | None) -> BaseException:
-    """What the chief offers, memory say, goes with it: its death is known a moment later."""
+    """Return the failure behind an OSError: memory that the chief offers vanishes a moment before
+    its death is known."""
     known = cluster.await_trouble(1.0) if cluster and isinstance(error, OSError) else None
     return error if known is None else known.error()
 
 
 def record_fault(trouble: Failure) -> None:
-    """Write what has happened to a member into the run's folder."""
+    """Write a member's failure into the run's folder."""
     if trouble.kind != "joined":
         event("fault", str(trouble.error()), about=trouble.member.name)
 
 
 def forked(whom: str) -> UsageError:
-    """What a forked child is told that calls those whom its parent has started."""
+    """Return the error for a forked child that calls processes of its parent."""
     return UsageError(
         f"this process was forked from the one that started the {whom} of this strategy, and they "
         "listen to that one only; make a strategy in the child, or use this one in the parent."

@@ -1,9 +1,8 @@
-"""Warnings for custom loops, once each: where a replica differs from one device."""
+"""Warnings for custom loops, each given once: where a replica differs from one device."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -15,13 +14,9 @@ from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: replicas that read a loader by itself: rows here, rows in all, and how often they had met by then
-_unsummed: weakref.WeakKeyDictionary[Replica, tuple[int, int, int]] = weakref.WeakKeyDictionary()
-_told: weakref.WeakSet[Replica] = weakref.WeakSet()
 
-
-def tell_without_loader(replica: Replica, loss: float | None) -> None:
-    """Warn at the first step of a loop whose batches are not divided. Collective."""
+def warn_without_loader(replica: Replica, loss: float | None) -> None:
+    """Warn at the first step of a loop whose batches are not cut into shares. Collective."""
     losses = gather_tree(replica.collective, loss)
     if not replica.is_chief:
         return
@@ -43,7 +38,7 @@ def tell_without_loader(replica: Replica, loss: float | None) -> None:
         )
 
 
-def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
+def warn_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
     """Warn of layers that normalise over a replica's rows, not over the batch."""
     layer = next((part for part in model.modules() if isinstance(part, BatchNorm)), None)
     if layer is not None and layer.training and replica.is_chief:
@@ -55,8 +50,9 @@ def tell_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
         )
 
 
-def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
-    """Warn of a hook on a parameter's gradient, beside as many of `ours`; say whether there is."""
+def warn_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:
+    """Warn of a user's hook on a parameter's gradient; return whether there is one. `ours` counts
+    the library's own hooks on a parameter."""
     for name, p in model.named_parameters():
         own = len(p._post_accumulate_grad_hooks or ()) > ours(p)
         if p.requires_grad and (own or p._backward_hooks):
@@ -74,16 +70,17 @@ def tell_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], i
 
 def was_read(replica: Replica, mine: int, total: int) -> None:
     """Note that a loader without a model was read to its end, and nothing was trained."""
-    if replica.count > 1 and replica not in _told:
-        _unsummed[replica] = mine, total, replica.meetings
+    if replica.count > 1 and "unsummed" not in replica.loop.warned:
+        replica.loop.unsummed = mine, total, replica.loop.combined
 
 
-def tell_unsummed(replica: Replica) -> None:
+def warn_unsummed(replica: Replica) -> None:
     """Warn of counts over a loader that were not summed over replicas."""
-    found = _unsummed.pop(replica, None)
-    if found is None or replica in _told or replica.meetings > found[2]:
+    loop, found = replica.loop, replica.loop.unsummed
+    loop.unsummed = None
+    if found is None or "unsummed" in loop.warned or loop.combined > found[2]:
         return
-    _told.add(replica)
+    loop.warned.add("unsummed")
     if replica.is_chief:
         log.warning(
             "a loader of %d rows was read in shares (%d rows here), and nothing has been combined "
@@ -95,7 +92,7 @@ def tell_unsummed(replica: Replica) -> None:
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error that a share of one row may be its cause."""
+    """Add a note to an error that a share of one row may have caused."""
     replica = current_replica()
     share = replica.share
     if isinstance(error, StratagemError) or not isinstance(error, Exception):

@@ -6,8 +6,8 @@
 
 The twin shares buffers and code with the user's module. While it trains, each replica has its rows
 of the parameters, of the gradients and of the optimizer's state; a layer's parameters are whole
-while the layer runs. When somebody is to look (callbacks, validation, files), `bring_home` gathers
-the parameters into the user's module, and the optimizer's state on the chief.
+while the layer runs. For callbacks, validation and files, `bring_home` gathers the parameters into
+the user's module, and the optimizer's state on the chief.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stratagem.wire.tree import broadcast_tree
 
 log = logging.getLogger("stratagem")
 
-#: elements from which on a layer is gathered by itself
+#: a layer with so many elements is gathered by itself
 UNIT = 1 << 20
 
 
@@ -51,7 +51,7 @@ class ShardPiece:
     start: int
 
     def rows_of(self, whole: Tensor) -> Tensor:
-        """This replica's rows of something as large as the parameter."""
+        """This replica's rows of a tensor that is as large as the parameter."""
         return whole[self.start : self.start + len(self.rows)]
 
 
@@ -113,7 +113,7 @@ class LayerShards:
         return made
 
     def follow_settings(self) -> None:
-        """Take over a changed learning rate, or any other setting, from the user's optimizer."""
+        """Copy the settings of the user's optimizer, such as a changed learning rate."""
         groups = zip(self.optimizer.param_groups, self.update.param_groups, strict=True)
         for group, own in groups:
             own.update(settings_of(group))
@@ -121,7 +121,7 @@ class LayerShards:
     # --- one step -----------------------------------------------------------------------------
 
     def leave_home(self) -> None:
-        """Give the memory of whole parameters back, with whatever was written to them."""
+        """Copy what was written to whole parameters into the rows, and free their memory."""
         if not self.at_home:
             return
         self.at_home = False
@@ -175,7 +175,7 @@ class LayerShards:
         self._bring_state()
 
     def _bring_state(self) -> None:
-        """Replica 0 has rows of every parameter, so it knows what state there is."""
+        """Gather the optimizer's state; replica 0, with rows of each parameter, knows the names."""
         state = self.update.state
         mine = [
             {n: isinstance(v, Tensor) and v.shape == p.rows.shape for n, v in state[p.rows].items()}
@@ -196,7 +196,7 @@ class LayerShards:
                     self.optimizer.state[piece.whole][name] = value
 
     def _gathered(self, piece: ShardPiece, rows: Tensor) -> Tensor:
-        """Everybody's rows of something as large as a parameter."""
+        """Gather all replicas' rows of a tensor as large as a parameter."""
         padded = rows.new_zeros((piece.chunk, *piece.shape[1:]))
         if len(piece.rows):
             padded[: len(piece.rows)].copy_(rows)
@@ -206,12 +206,12 @@ class LayerShards:
         return whole[: piece.shape[0]].clone() if len(whole) > piece.shape[0] else whole
 
     def close(self) -> None:
-        """Bring everything home, and let torch's process group go. Collective."""
+        """Bring the parameters home, and release torch's process group. Collective."""
         self.bring_home()
         self._held.close()
 
     def leave(self) -> None:
-        """After a failure, alone: what the others had is not to be had any more."""
+        """Close after a failure, in which the rows of the other replicas are lost."""
         self._held.close()
         if self.at_home:
             return
@@ -238,8 +238,8 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def units(module: nn.Module) -> list[nn.Module]:
-    """Large layers of lists and sequences, each gathered by itself; none that share a parameter
-    with something outside."""
+    """Large layers of lists and sequences, each gathered by itself; a layer that shares a parameter
+    with the outside is left out."""
     everywhere = _holders(module)
 
     def of(part: nn.Module) -> Iterator[nn.Module]:
@@ -282,7 +282,7 @@ _PLAIN = (bool, int, float, str, type(None), tuple)
 
 
 def _carry(source: nn.Module, target: nn.Module) -> None:
-    """Plain attributes and buffers of each layer, which callbacks or forward may have changed."""
+    """Copy plain attributes and buffers of each layer: callbacks or forward may change them."""
     for old, new in zip(source.modules(), target.modules(), strict=True):
         plain = {k: v for k, v in vars(old).items() if isinstance(v, _PLAIN)}
         vars(new).update(plain)

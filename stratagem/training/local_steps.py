@@ -1,16 +1,16 @@
-"""The committer of replicas that train by themselves and meet now and then (`sync=`).
+"""The committer of replicas that train by themselves and meet every few updates (`sync=`).
 
     backward -> this replica's own gradient -> its own update -> sync: a meeting, if one is due
 
-A part of the model may be sent at one update and met some updates later (`DiLoCo(overlap=)`):
+A fragment of the model may be sent at one update and met some updates later (`DiLoCo(overlap=)`):
 
     updates   1   2   3   4   5   6   7   8      every 4, 2 fragments, overlap 1
-    sent          a       b       a       b      old - new is taken, and travels
-    met               a       b       a          the outer step, mixed with what was done meanwhile
+    sent          a       b       a       b      the difference old - new is sent
+    met               a       b       a          the outer step, mixed with the updates since then
 
 A gradient is scaled so that the mean of all replicas' is that of the global batch, whatever their
 shares: N times this share's part of it. So with SGD and a meeting after every update the result is
-that of one device. What the inner optimizer keeps stays with its replica.
+that of one device. The inner optimizer's state stays with its replica.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from stratagem.codecs.wire_choice import reducer as reducer_for
 from stratagem.errors import UsageError
 from stratagem.rules.cadence import Cadence, DiLoCo, Gossip, LocalSteps, Outer, Sync
 from stratagem.state.outer import OuterFragment, OuterPart, fragmented
-from stratagem.training.broken_round import BrokenRound, comes_as_far, furthest, rejoin_wire
+from stratagem.training.broken_round import (
+    BrokenRound,
+    OwnState,
+    RoundProgress,
+    RoundState,
+    furthest,
+    gather_progress,
+    rejoin_wire,
+)
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
@@ -57,19 +65,18 @@ class LocalUpdates(GradientExchange):
         assert isinstance(reducer, Plain)
         super().__init__(named, replica, reducer, reader=reader, **options)
         self.every, self.cadence = every, Cadence(every)
-        #: how many meetings there were
+        #: how many meetings have ended
         self.meetings = 0
-        #: losses and metrics of this replica of which the others do not know
+        #: returns losses and metrics that the other replicas have not received
         self.untold: Callable[[], Any] = lambda: None
         self.begun = False
-        #: of what a part is when it comes back from the others, how much it keeps
+        #: how much of its own weights a fragment keeps when the mean comes back
         self._mix = every.mix if isinstance(every, DiLoCo) else 0.0
-        #: whether an update was made for which `sync` is still to come; and what was before it
+        #: whether an update was made for which `sync` is still to come; and the state before it
         self.uncounted = False
-        self._earlier_update: tuple[dict[str, Tensor], list[Any]] | None = None
-        #: where replicas that mix may leave: weights before mixing, and the optimizer, after the
-        #: last two updates
-        self._unmixed: list[tuple[dict[str, Tensor], list[Any]]] = []
+        self._earlier_update: OwnState | None = None
+        #: with Gossip in an elastic job: the states after the last two updates, before mixing
+        self._unmixed: list[OwnState] = []
         self._undoes = undoes
         trained = [(name, p) for name, p in named if p.requires_grad]
         outer = every.outer if isinstance(every, DiLoCo) else MEAN
@@ -104,7 +111,7 @@ class LocalUpdates(GradientExchange):
             super().send(buckets)
 
     def finish(self, notes: Sequence[float | Tensor]) -> Tensor:
-        """Keep the gradients; returns the notes as if all rows were like these."""
+        """Keep the gradients; return the notes as if all rows were like these."""
         share = self.replica.share
         if self.cadence.together:
             return super().finish(notes)
@@ -118,11 +125,11 @@ class LocalUpdates(GradientExchange):
                 gradients.zero_() if scale == 0.0 else gradients.mul_(scale)
             self.buckets.notes.mul_(share.total / max(share.examples, 1))
         if not share.examples:
-            self.buckets.used.fill_(1.0)  # others have rows, and momentum goes on here, too
+            self.buckets.used.fill_(1.0)  # other replicas have rows, and momentum moves here, too
         return self.finished_with()
 
     def _divide(self, total: Tensor) -> None:
-        """Divide the gradients; a share of which no target counts adds nothing."""
+        """Divide the gradients; a share without a counted target adds nothing."""
         if not self.cadence.together:
             for i, bucket in enumerate(self.buckets.buckets):
                 gradients = bucket.flat[: self.buckets.length(bucket)]
@@ -164,7 +171,7 @@ class LocalUpdates(GradientExchange):
         self._unmixed = []
 
     def _end(self, part: int | None) -> None:
-        """End the meeting under way, if one is; all replicas have made as many updates since."""
+        """End the meeting of the fragment under way, if there is one."""
         if part is not None:
             mix = self._mix if self.cadence.unmet[part] else 0.0
             self.fragments[part].end(mix)
@@ -176,14 +183,14 @@ class LocalUpdates(GradientExchange):
         return self.cadence.apart
 
     def _meet(self, fragment: OuterFragment, present: int = 0) -> None:
-        """Take the mean over all, or over those `present`; others are where they last met."""
+        """Take the mean over all replicas, or over the `present` ones: the others send zeros."""
         fragment.send(1.0 / (present or self.replica.count))
         fragment.end()
         self.meetings += 1
 
     def check_ended(self) -> None:
-        """A loop is over: refuse one in which some have sent a part, and others have not, or the
-        next call would get it. Collective."""
+        """Refuse, at the end of a loop, a fragment that only some replicas have sent: the next call
+        would receive it. Collective."""
         if self.cadence.delay and self.begun:
             _agree(self)
 
@@ -198,29 +205,29 @@ class LocalUpdates(GradientExchange):
     # --- replicas that leave and join -----------------------------------------------------------
 
     def remember(self) -> None:
-        """An update begins that may have to be undone."""
+        """Keep the state before an update that may have to be undone."""
         self._earlier_update = _own(self._parts(), self.optimizer)
 
     def broken_off(self, before: Any = None) -> BrokenRound:
         late = int(self.uncounted and not self.cadence.together)
-        mine, optimizer = _own(self._parts(), self.optimizer)
+        mine = _own(self._parts(), self.optimizer)
         earlier = self._earlier_update if self.uncounted else None
         if self._unmixed and self.uncounted:
             earlier = self._unmixed[-1]
         elif self._unmixed:
-            mine, earlier = self._unmixed[-1][0], self._unmixed[0] if self._unmixed[1:] else None
-        # what is known of a round stays until its meeting
+            mine = mine._replace(weights=self._unmixed[-1].weights)
+            earlier = self._unmixed[0] if self._unmixed[1:] else None
+        # what replicas share in a round stays as it is until the next meeting
         same = before is not None and not before.alone and before.meetings == self.meetings
         same = same and any(before.unmet)
         return BrokenRound(
             self.meetings,
             self.cadence.updates + int(self.uncounted),
-            # what is under way is thrown away: its updates are in the weights, and count again
+            # a fragment under way is thrown away: its updates are in the weights, and count again
             [n + late + int(i == self.cadence.under_way) for i, n in enumerate(self.cadence.unmet)],
             old=before.old if same else _by_name(part.old() for part in self._parts()),
             mine=mine,
             momenta=before.momenta if same else _by_name(part.saved() for part in self._parts()),
-            optimizer=optimizer,
             wires=[fragment.reducer for fragment in self.fragments],
             untold=self.untold(),
             earlier=earlier,
@@ -228,50 +235,56 @@ class LocalUpdates(GradientExchange):
 
     @torch.no_grad()
     def rejoin(self, mine: BrokenRound | None, replica: Replica) -> None:
-        counts = gather_tree(replica.collective, None if mine is None else mine.count)
-        source = furthest(counts)
-        if source is None:
+        progress = gather_progress(mine, replica)
+        source, chief = furthest(progress), progress[0]
+        if source is None or chief is None:
             return
+        ahead = progress[source]
+        assert ahead is not None
         leads = replica.collective.rank == source
-        shared = mine.shared() if leads and mine is not None else None
-        told = broadcast_tree(replica.collective, shared, source)
+        shared = list(mine.shared()) if leads and mine is not None else None
+        theirs = RoundState(*broadcast_tree(replica.collective, shared, source))
         gossips = isinstance(self.every, Gossip)
         if not gossips:  # updates that the chief has not made do not count
-            ahead = max(0, counts[source][1] - counts[0][1])
-            told["unmet"] = [max(0, n - ahead) for n in told["unmet"]]
+            more = max(0, ahead.updates - chief.updates)
+            theirs = theirs._replace(unmet=[max(0, n - more) for n in theirs.unmet])
         if mine is not None:
-            mine.go_back_to(counts[0][1])
-            if mine.meetings < counts[source][0]:
-                mine.catch_up(told, [fragment.names for fragment in self.fragments], self._mix)
-        self.meetings, self.cadence.updates, apart, _ = counts[source]
+            mine.go_back_to(chief.updates)
+            if mine.meetings < ahead.meetings:
+                mine.catch_up(theirs, [fragment.names for fragment in self.fragments], self._mix)
+        self.meetings, self.cadence.updates, apart = ahead.meetings, ahead.updates, ahead.apart
         if not gossips:
-            self.cadence.updates, apart = counts[0][1], apart and any(told["unmet"])
+            self.cadence.updates, apart = chief.updates, apart and any(theirs.unmet)
         self.cadence.met()
         for part in self._parts():
-            part.restore(told["momenta"])
-            if apart or source:  # else the chief's weights are those of all
-                part.take(told["old"])
+            part.restore(theirs.momenta)
+            if apart or source:  # else all take the chief's weights
+                part.take(theirs.old)
         befores = [None] * len(self.fragments) if mine is None else mine.wires
-        for fragment, before, steps in zip(self.fragments, befores, told["steps"], strict=True):
+        for fragment, before, steps in zip(self.fragments, befores, theirs.steps, strict=True):
             gather = partial(gather_tree, replica.collective)
             rejoin_wire(fragment.reducer, before, int(steps), gather)
-        same = mine is not None and (gossips or mine.updates == counts[0][1]) and not mine.alone
+        same = mine is not None and (gossips or mine.updates == chief.updates) and not mine.alone
         if mine is not None and same and self.optimizer is not None:
-            take_optimizer_state(self.optimizer, mine.optimizer)
+            take_optimizer_state(self.optimizer, mine.mine.optimizer)
         if apart:
-            self._hold(mine, counts, told["unmet"])
+            self._hold(mine, progress, theirs.unmet)
 
-    def _hold(self, mine: BrokenRound | None, counts: list[Any], unmet: list[int]) -> None:
-        """Hold the meeting that broke off, with those who have come as far as the chief; or mix."""
+    def _hold(
+        self, mine: BrokenRound | None, progress: Sequence[RoundProgress | None], unmet: list[int]
+    ) -> None:
+        """Hold the meeting that broke off, with replicas that reach the chief's update; or mix."""
         _begin_round(self)
-        gossip, rank = self.every, self.replica.collective.rank
+        gossip, rank, chief = self.every, self.replica.collective.rank, progress[0]
+        assert chief is not None
         if isinstance(gossip, Gossip):
-            here = [each is not None and each[0] == counts[0][0] for each in counts]
+            here = [each is not None and each.meetings == chief.meetings for each in progress]
         else:
-            here = [comes_as_far(each, counts[0][1], self.meetings) for each in counts]
+            place = chief.updates, self.meetings
+            here = [each is not None and each.reaches(*place) for each in progress]
         if mine is not None and here[rank]:
             for part in self._parts():
-                part.take(mine.mine)
+                part.take(mine.mine.weights)
         if isinstance(gossip, Gossip):
             take_neighbours(self._parts(), self.replica.collective, here)
             self.cadence.unmet, self.cadence.since = unmet, max(unmet)
@@ -313,10 +326,10 @@ class LocalUpdates(GradientExchange):
             take_optimizer_state(self.optimizer, states[self.replica.index]["optimizer"])
 
 
-def _own(parts: Iterable[OuterPart], optimizer: Any) -> tuple[dict[str, Tensor], list[Any]]:
+def _own(parts: Iterable[OuterPart], optimizer: Any) -> OwnState:
     """Copy a replica's weights and its optimizer's state."""
-    mine = _by_name(part.now() for part in parts)
-    return mine, [] if optimizer is None else optimizer_state(optimizer)
+    weights = _by_name(part.now() for part in parts)
+    return OwnState(weights, [] if optimizer is None else optimizer_state(optimizer))
 
 
 @torch.no_grad()
@@ -342,7 +355,7 @@ def _by_name(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, Any]:
-    """A fragment's wire, with what those of all have kept: a parameter may be in another now."""
+    """Return a fragment's wire with what all fragments have kept: parameters may have moved."""
     kept: dict[str, dict[str, Tensor]] = {}
     for state in fragments:
         for name, by_parameter in state.get("kept", {}).items():
@@ -350,11 +363,11 @@ def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
     return {**fragments[number], "kept": kept} if kept else {}
 
 
-# --- Replicas that mix their weights with those of their neighbours (`sync=sg.Gossip()`) ----------
+# --- Mixing weights with the neighbours (`sync=sg.Gossip()`) --------------------------------------
 
 
 def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
-    """Mix the weights with those of the neighbours. Collective."""
+    """Mix the weights with the neighbours' weights. Collective."""
     rank, size = collective.rank, collective.size
     weights = gossip.weights(rank, size, turn)
     receivers = gossip.receivers(rank, size, turn)
@@ -371,7 +384,7 @@ def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn
 def take_neighbours(
     parts: Sequence[OuterPart], collective: Collective, here: Sequence[bool]
 ) -> None:
-    """Whoever is new takes the weights of the one before it that is not. Collective."""
+    """Have each new replica take the weights of the last old one before it. Collective."""
     source = {
         rank: max(other for other in range(rank) if here[other])
         for rank, was_here in enumerate(here)

@@ -1,10 +1,10 @@
-"""Checkpoints of a custom loop: its prepared loader counts batches, saves, and goes on.
+"""Checkpoints of a custom loop: its prepared loader counts batches, saves, and resumes.
 
     for epoch in loader.epochs(10):        the epochs that are left
         for batch in loader:               of the first of them, the batches that are left
             ...                            saved before the next batch is asked for
 
-Everything is put to what was saved when `epochs` begins: a scheduler writes to the optimizer.
+`epochs` restores what was saved when it begins, since making a scheduler writes to the optimizer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def resumable(
     *,
     elastic: bool = False,
 ) -> Prepared:
-    """Have a prepared loop keep checkpoints and go on from them, or from what the chief has in
-    memory where replicas may leave and join; without a plan, and not elastic, neither."""
+    """Have a prepared loop keep checkpoints and resume from them, or, if it is elastic, from the
+    chief's memory; with neither a plan nor `elastic`, only the methods are there."""
     check_loader(loader)
     model, optimizer, shares = prepared
     progress = None
@@ -71,7 +71,7 @@ def resumable(
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a loop that goes on without a loader that counts."""
+    """Refuse a resumable loop without a DataLoader, which counts the batches."""
     if not isinstance(loader, DataLoader):
         raise UsageError(
             "prepare(..., resume=...), or with elastic=True, needs the DataLoader that is trained "
@@ -80,7 +80,7 @@ def check_loader(loader: Any) -> None:
 
 
 class ResumableLoader(Around):
-    """The loader of a loop that goes on; `epochs` says which epochs are left."""
+    """The loader of a resumable loop; `epochs` yields the epochs that are left."""
 
     def __init__(self, loader: Any, progress: LoopCheckpoints | None) -> None:
         super().__init__(loader)
@@ -144,11 +144,11 @@ class LoopCheckpoints:
     ) -> None:
         self.model, self.optimizer, shares = prepared
         self.replica, self.plan, self.elastic = replica, plan, elastic
-        #: on the chief of an elastic job: what it goes on from
+        #: on the chief of an elastic job: keeps the state from which the loop goes on
         self._memory: LoopJournal | None = journal_of(replica) if replica.is_chief else None
-        #: where another task may be the chief next: what this chief has told of its data's order
+        #: whether any task may become the chief; then all know the order of the chief's data
         self._inherits, self._fresh = False, False
-        self._told: dict[str, Any] | None = None
+        self._chiefs_order: dict[str, Any] | None = None
         self.things: dict[str, Any] = {}
         self.epoch = self.batch = self.step = 0
         self._loader, self._journal = loader, shares.journal
@@ -157,8 +157,8 @@ class LoopCheckpoints:
             self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
         self._agreement: CheckpointAgreement | None = None
         self._loaded = self._open = self._passed = False
-        #: whether gradients of a batch wait for the optimizer's step, was a checkpoint due then;
-        #: updates since the loop could last go on
+        #: whether gradients of a batch wait for the optimizer's step, and whether a checkpoint was
+        #: due then; updates since the state was last kept
         self._waiting, self._owed, self._made = False, False, 0
         self.optimizer.register_step_post_hook(self._after_step)
 
@@ -204,7 +204,7 @@ class LoopCheckpoints:
             self._agreement.schedule.saved(*last)
 
     def _terminable(self) -> AbstractContextManager[Any]:
-        """Wait for SIGTERM; where the loop may be begun again, as long as its call lasts."""
+        """Catch SIGTERM; if the loop may be begun again, until its call ends."""
         memory = journal_of(self.replica)
         if self._agreement is None:
             return nullcontext()
@@ -239,21 +239,21 @@ class LoopCheckpoints:
             self._look()
         committer = committer_of(self.model)
         if committer is None or not committer.apart:  # else at the next meeting
-            self.replica.membership.raise_if_trouble()  # one that is alone waits for nobody
+            self.replica.membership.raise_if_trouble()  # a lone replica waits for no peer
 
     def _hand_over(self) -> None:
-        """Tell where the data's order stands, if another may be the chief next. Collective."""
+        """Broadcast the state of the data's order, if another task may be the chief. Collective."""
         self._fresh = False
         if self._inherits and self.replica.count > 1:
             random = generator_states(self.replica.device)
             mine = {**self._order(), "pass": self._journal.begun, "random": random}
-            told = broadcast_tree(self.replica.collective, mine if self.replica.is_chief else None)
-            self._told = None if self.replica.is_chief else told
+            order = broadcast_tree(self.replica.collective, mine if self.replica.is_chief else None)
+            self._chiefs_order = None if self.replica.is_chief else order
 
     # --- saving -------------------------------------------------------------------------------
 
     def _look(self, *, end_of_epoch: bool = False) -> bool:
-        """Save if that is due, and end after SIGTERM; return whether it was saved. Collective."""
+        """Save if a checkpoint is due, end after SIGTERM; return whether it saved. Collective."""
         agreement = self._agreement
         if agreement is None:
             self._keep()
@@ -275,7 +275,7 @@ class LoopCheckpoints:
         return saves
 
     def _save(self) -> None:
-        """Copy everything, and have it written beside the loop. Collective."""
+        """Copy the state, and have a thread write it. Collective."""
         replica, model = self.replica, self.model
         meetings.meet(replica)
         mine = own_state(replica, list(model.buffers()))
@@ -293,7 +293,7 @@ class LoopCheckpoints:
             self._memory.last_saved = (self.step, time.monotonic())
 
     def _progress(self, replicas: list[Any]) -> dict[str, Any]:
-        """On the chief: where the loop is, and the order of its data."""
+        """On the chief: return the loop's position, and the order of its data."""
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -303,21 +303,21 @@ class LoopCheckpoints:
         }
 
     def _order(self) -> dict[str, Any]:
-        if self._told is not None:
-            return {"pass": self._told["pass"], "dice": self._told["dice"]}
+        if (order := self._chiefs_order) is not None:
+            return {"pass": order["pass"], "dice": order["dice"]}
         dice = [each.get_state() for each in dice_of(self._loader)]
         known = {"pass": self._journal.noted(self.batch), "dice": dice}
         return known | {"batch_size": batch_size_of(self._loader)}
 
     def _keep(self) -> None:
-        """In an elastic job: have the loop go on from here when replicas leave or join."""
+        """In an elastic job: keep the state to go on from when replicas leave or join."""
         if self._waiting:
             return
         if (journal := journal_of(self.replica)) is not None:
             journal.rounds.keep(committer_of(self.model), self._made)
         self._made = 0
         if self._memory is not None:
-            known = self._told or {"random": generator_states(self.replica.device)}
+            known = self._chiefs_order or {"random": generator_states(self.replica.device)}
             mine = {"random": known["random"], "buffers": []}
             things = {name: state_of(each) for name, each in self.things.items()}
             progress = {**self._progress([mine]), "things": things}
@@ -326,7 +326,7 @@ class LoopCheckpoints:
     # --- going on -----------------------------------------------------------------------------
 
     def _go_on(self) -> None:
-        """Put everything to what was saved last, if anything was. Collective."""
+        """Restore what was saved last, if anything was. Collective."""
         self._loaded = True
         replica, saved = self.replica, None
         if self._memory is not None:
@@ -340,28 +340,28 @@ class LoopCheckpoints:
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],
             }
         heirs = self._memory is not None and self._memory.again.inherited
-        self._inherits, told = broadcast_tree(replica.collective, [heirs, saved])
+        self._inherits, saved = broadcast_tree(replica.collective, [heirs, saved])
         if self._inherits:
             self._memory = journal_of(replica)
-        if told is None:
+        if saved is None:
             return
-        self.epoch, self.batch, self.step = (int(told[n]) for n in ("epoch", "batch", "step"))
+        self.epoch, self.batch, self.step = (int(saved[n]) for n in ("epoch", "batch", "step"))
         setup.align(self.model, replica)
         setup.align_state(self.optimizer, replica)
-        if told.get("restarts"):  # else replicas would draw once more what they drew at first
-            setup.roll_own_dice(replica, told["restarts"])
-        for group, settings in zip(self.optimizer.param_groups, told["groups"], strict=True):
+        if saved.get("restarts"):  # else replicas would repeat their first random numbers
+            setup.roll_own_dice(replica, saved["restarts"])
+        for group, settings in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             group.update(settings)
-        buffers = [each["buffers"] for each in told["replicas"]]
+        buffers = [each["buffers"] for each in saved["replicas"]]
         take_buffers(list(self.model.buffers()), buffers, replica)
-        residuals = [each.get("residuals", {}) for each in told["replicas"]]
+        residuals = [each.get("residuals", {}) for each in saved["replicas"]]
         load_kept(committer_of(self.model), residuals)
-        if "restarts" in told:
+        if "restarts" in saved:
             journal = journal_of(replica)
             rounds = None if journal is None else journal.rounds
             rejoin_loop(rounds, committer_of(self.model), replica)
-        self._load_things(told["things"])
-        self._go_on_with_data(told)
+        self._load_things(saved["things"])
+        self._go_on_with_data(saved)
 
     def _load_things(self, saved: dict[str, Any]) -> None:
         if saved.keys() != self.things.keys():
@@ -381,18 +381,13 @@ class LoopCheckpoints:
             else:
                 thing.load_state_dict(state)
 
-    def _go_on_with_data(self, told: dict[str, Any]) -> None:
-        """Have the next pass be the rest of the one that was saved, in the same order."""
-        replica, begun = self.replica, self.batch > 0
-        own = own_of(told["replicas"], replica)
-        if replica.is_chief:
-            for dice, state in zip(dice_of(self._loader), told["dice"], strict=True):
-                dice.set_state(state)
+    def _go_on_with_data(self, saved: dict[str, Any]) -> None:
+        replica, loader = self.replica, self._loader
+        own = own_of(saved["replicas"], replica)
         self._journal.go_on(
-            self.batch,
-            told["pass"] if begun else None,
+            saved,
+            dice_of(loader) if replica.is_chief else None,
             partial(set_random, replica, own and own["random"]),
-            seeded=self._loader.persistent_workers and not begun and self.step > 0,
+            begun=self.batch > 0,
+            persistent=loader.persistent_workers,
         )
-        if not begun:
-            self._journal.then()  # the loop may draw before the epoch's first batch

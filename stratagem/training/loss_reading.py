@@ -1,4 +1,4 @@
-"""What a backward pass of a custom loop tells the other replicas, and how it is read at once."""
+"""What a loss is divided by: numbers that replicas exchange, and the reading of usual losses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.errors import NotDistributable
 from stratagem.training.loss_terms import Term, read_count
 from stratagem.training.row_axis import only_input
 
@@ -16,16 +17,16 @@ _SCALES = ("MulBackward0", "DivBackward0")
 
 
 class Reading(NamedTuple):
-    """What a backward pass of one replica tells the others; the numbers are added up by share."""
+    """How one replica's loss was weighed; the numbers are added up over the replicas, by share."""
 
     #: what the gradient was multiplied by at the loss
     factor: float | Tensor = 1.0
     #: how far apart the factors of several terms are
     spread: float | Tensor = 0.0
-    #: where no unit was agreed on: a mark of the number of values in a row, and its square
+    #: without an agreed unit: a hash of the number of values in a row
     mark: float = 0.0
 
-    #: of the share's value, for each of its rows, where several are averaged
+    #: the weight of the share's value for each of its rows, where several are averaged
     weight: float | Tensor = 1.0
     #: whether the loss is a sum, and nothing else
     summed: bool = False
@@ -37,25 +38,29 @@ class Reading(NamedTuple):
 
 
 BY_ROWS = Reading()
-#: the notes of a gradient that weighs as much as its rows, as most do
+#: the notes of a gradient that weighs as much as its rows, as most do: factor, spread, mark, mark²
 AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0]
-#: how many numbers replicas tell each other
+#: how many numbers a reading adds to the gradients
 NOTES = len(AS_ROWS)
+#: how far rounding takes a number from 1 in fp32
+TOLERANCE = 1e-6
 
 
 class UsualLoss:
-    """One of torch's losses, a mean, that a loop has ended in for some passes: it is read without
-    looking further down, but for passes 8, 16, 32, ..., which are read in full."""
+    """A mean of torch's own in which all passes of a loop end: it is read without its graph.
+
+    Passes 8, 16, 32, ... are read in full all the same.
+    """
 
     def __init__(self) -> None:
-        #: its name, how many values a row of it has, and in what unit replicas count them
+        #: its name, the number of values in a row, and the unit in which replicas count them
         self._known: tuple[str, float, float] | None = None
-        #: the class of its node; what all passes tell that leave no value out
+        #: the class of its node; the reading of each pass that leaves no value out
         self._node: type[Any] = type(None)
         self._whole, self._counted = BY_ROWS, False
 
     def learn(self, loss: Tensor, term: Term, rows: int, unit: float) -> None:
-        """A pass was read in full, and this is its only term."""
+        """Note the only term of a pass that was read in full."""
         node, name = term.node, term.node.name()
         plain = node is loss.grad_fn and hasattr(node, "_saved_reduction") and not term.picked
         known = plain and not name.startswith("Multi")
@@ -64,8 +69,8 @@ class UsualLoss:
         self._whole, self._counted = Reading(weight=unit), term.counted
 
     def reading(self, loss: Tensor, rows: int, passes: int) -> Reading | None:
-        """What the other replicas are told, where no value of `rows` rows is left out or weighs
-        more than another: nothing is multiplied then. None: see `term`."""
+        """Return the reading where all values of `rows` rows weigh the same, so that nothing is
+        multiplied; else None, and `term` has the factor."""
         node: Any = loss.grad_fn
         if type(node) is not self._node or passes <= 4 or not passes & (passes - 1) or not rows:
             return None
@@ -80,7 +85,7 @@ class UsualLoss:
         return self._whole if count == full == self._whole.weight * rows else None
 
     def term(self, loss: Tensor, rows: int, passes: int) -> tuple[Term, float] | None:
-        """The only term of a loss over `rows` rows, and its unit; None where it is to be read."""
+        """Return the only term of a loss over `rows` rows, and its unit; None: read the graph."""
         node: Any = loss.grad_fn
         if self._known is None or passes <= 4 or not passes & (passes - 1) or not rows:
             return None
@@ -95,21 +100,56 @@ class UsualLoss:
         return Term(node, "mean", count, full, counted=counted), unit
 
 
-# --- what is done to gradients at a node of the loss ---------------------------------------------
+class PushWeights:
+    """How much the gradients of one batch weigh that a worker pushes to servers."""
+
+    def __init__(self, *, grouped: bool) -> None:
+        #: whether the worker's devices all-reduce their gradients before the first one pushes
+        self.grouped = grouped
+        #: the rows of the whole batch for each row of the worker's ticket
+        self.batch_to_ticket = 1.0
+        #: what the losses of the batch were divided by, for each pass
+        self.totals: list[float] = []
+
+    def begin(self, examples: int, total: int) -> None:
+        """Begin a ticket of `examples` rows, of a batch of `total`."""
+        self.totals = []
+        if self.grouped:
+            self.batch_to_ticket = total / max(examples, 1)
+
+    def of_batch(self) -> float:
+        """Return how much the gradients weigh for each row, which all passes must agree on."""
+        totals, self.totals = self.totals or [1.0], []
+        refuse_spread(max(abs(each - totals[0]) for each in totals))
+        return totals[0]
+
+
+def refuse_spread(spread: float) -> None:
+    """Refuse terms of one loss whose factors differ by more than rounding."""
+    if spread > TOLERANCE:
+        raise NotDistributable(
+            "the loss adds up terms that are divided by different counts (ignored targets or "
+            "class weights in one of them, rows in another), so that no single weight fits a "
+            "share. With mirrored replicas call strategy.backward(term, count=n) for each of "
+            "the terms, with retain_graph=True for all but the last; with servers use sg.Model."
+        )
+
+
+# --- hooks on the nodes of a loss ---------------------------------------------
 
 
 def times(factor: float | Tensor) -> Callable[[Any], Any]:
-    """Multiply what comes in."""
+    """Return a prehook that multiplies the gradients."""
     return lambda grads: tuple(g if g is None else g * factor for g in grads)
 
 
 def zeros(gradients: Any, _: Any) -> Any:
-    """Let nothing out."""
+    """A hook that replaces the gradients by zeros."""
     return tuple(g if g is None else torch.zeros_like(g) for g in gradients)
 
 
 def zeroed(node: Any) -> list[Any]:
-    """Nothing counts: what is divided by 0 here or just below is no number, and is to be 0."""
+    """Have the gradients be 0 at a node, and just below, where a division by 0 makes NaN."""
     handles = [node.register_hook(zeros)]
     while (node := only_input(node)) is not None and node.name() in _SCALES:
         handles.append(node.register_hook(zeros))

@@ -42,19 +42,20 @@ _WHYS = {
 
 
 class Doubt(Exception):
-    """A loss whose shares do not add up to that of the batch, or may not; says why."""
+    """The shares of a loss do not add up to the loss of the batch, or may not."""
 
 
 class Scale(NamedTuple):
     """What a term is multiplied and divided by on the way from the loss."""
 
-    #: Python's numbers; None: by nothing
+    #: by Python's numbers; None: not divided
     divided: float | None = None
     times: float = 1.0
-    #: tensors that were computed, from a mask for instance
+    #: divided by a computed tensor, from a mask for instance; multiplied by such tensors
     computed: float | None = None
     factors: tuple[Tensor, ...] = ()
-    #: those of the computed ones that are a count for a sum, and for all else must be alike
+    #: the computed divisors that are the count of a sum; under anything else replicas must have
+    #: the same
     counts: tuple[Tensor, ...] = ()
 
 
@@ -62,33 +63,33 @@ class Scale(NamedTuple):
 class Term:
     """One summand of a loss, and what it is divided by on this replica."""
 
-    #: the gradient of the term comes in here
+    #: the node of the graph at which the gradient of the term enters
     node: Any
     #: "fixed" has no rows in it: a penalty on weights
     kind: Literal["mean", "sum", "fixed", "unknown"]
-    #: what a mean is divided by; a tensor if only the device knows
+    #: what a mean is divided by; a tensor if the value is still on the device
     count: float | Tensor = 1.0
     #: what it would be divided by if no row were left out
     full: int = 1
-    #: whether a mask has picked what is averaged
+    #: whether a mask has picked the values that are averaged
     picked: bool = False
     #: whether some targets may be left out of the count, or weigh more than others
     counted: bool = False
-    #: of a sum: what it is divided by, where that is no count of the share's rows
+    #: what a sum is divided by, unless that is a count of the share's rows
     divisor: float | None = None
-    #: whether that number was computed
+    #: whether the divisor was computed
     computed: bool = False
 
 
 class Terms(NamedTuple):
-    """All summands, and the tensors that they are multiplied by, alike on all replicas or wrong."""
+    """All summands, and the tensors by which they are multiplied: replicas must have the same."""
 
     terms: list[Term]
     constants: list[Tensor]
 
 
 def terms_of(loss: Tensor, rows: int | None, total: int | None, *, doubts: bool = True) -> Terms:
-    """The summands of a loss over `rows` of a batch of `total` rows, as far as these are known.
+    """Return the summands of a loss over `rows` of the `total` rows of a batch, where known.
 
     Raises Doubt where one is no mean and no sum over rows, unless `doubts` is False.
     """
@@ -106,8 +107,8 @@ class _Reader:
         self._axis = RowAxis(rows)
         self._constants: list[Tensor] = []
         self._terms: list[Term] = []
-        #: nodes without a row axis that are still to be read: with their scale, and the product
-        #: with a learned weight that they stand in, which is where their gradient comes in
+        #: nodes without a row axis that are still to be read, with their scale, and the product
+        #: with a learned weight around them, at which their gradient enters
         self._todo: list[tuple[Any, Scale, Any]] = []
 
     def read(self, root: Any, loss: Tensor) -> Terms:
@@ -170,7 +171,7 @@ class _Reader:
                 "and those of the shares do not add up to that of the batch",
             )
             return
-        if len(inputs) > 1:  # a learned weight: its gradient is a row's, too
+        if len(inputs) > 1:  # a learned weight, whose gradient depends on the rows, too
             at = at or node
         else:
             scale = self._times(scale, _other(node), divided)
@@ -193,7 +194,7 @@ class _Reader:
         return scale._replace(times=scale.times * float(number))
 
     def _within(self, below: Any, scale: Scale) -> Scale:
-        """Also what each value is multiplied and divided by, just before they are reduced."""
+        """Add to a scale what values are multiplied and divided by just before the reduction."""
         for _ in range(8):
             if below is None or below.name() not in ("MulBackward0", "DivBackward0"):
                 break
@@ -204,7 +205,7 @@ class _Reader:
         return scale
 
     def _is_for_all(self, number: Tensor) -> bool:
-        """Whether one number is that of all values; the only row of a share has its own."""
+        """Whether a number is the same for all values; it may belong to a share's only row."""
         return not number.dim() or self.rows != 1
 
     # --- reductions -----------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class _Reader:
             self._add(Term(at or node, "fixed"), scale)
             return
         if self._axis.found_in(below) == "free":
-            self._todo.append((below, scale, at))  # over what is left of each row
+            self._todo.append((below, scale, at))  # the rows are reduced further down
             return
         self._refuse_mixed(below)
         sizes = sizes_of(node)
@@ -231,7 +232,7 @@ class _Reader:
         self._add(self._mean(at or node, float(count), count, scale, picked=picked), scale)
 
     def _loss_function(self, node: Any, name: str, scale: Scale, at: Any) -> Term:
-        """One of torch's loss functions, which says how it was reduced."""
+        """Read one of torch's loss functions, whose node says how it was reduced."""
         self._refuse_mixed(only_input(node), "free")
         values, at = node._saved_self, at or node
         if node._saved_reduction == 2:
@@ -268,12 +269,12 @@ class _Reader:
         return Term(node, "mean", count, full, picked, counted)
 
     def _sum(self, node: Any, sizes: Sequence[int], scale: Scale) -> Term:
-        """A sum that is divided by a count of its own is a mean."""
+        """Read a sum; one that is divided by the number of its values is a mean."""
         computed = scale.computed
         for factor in scale.factors:
             if 0 < abs(float(factor)) <= 1:
                 computed = (computed or 1.0) / float(factor)
-            else:  # what keeps gradients of 16 bits large
+            else:  # the scale of a GradScaler
                 self._constants.append(factor)
         if computed is not None:
             return Term(node, "sum", divisor=computed, computed=True)
@@ -291,7 +292,7 @@ class _Reader:
         return Term(node, "sum")
 
     def _hides_count(self, by: float, counts: set[int], rows: int) -> bool:
-        """Whether a number that multiplies a sum may be one by some count of rows."""
+        """Whether a factor of a sum may be 1 divided by some count of rows."""
         if by in (1.0, 2.0) or rows == self.total:
             return False
         wholes = {self.total * count // rows for count in counts} if self.total else set()
@@ -299,7 +300,7 @@ class _Reader:
         return any(isclose(by, times * count, rel_tol=1e-6) for count in some for times in (1, 2))
 
     def _settled(self, term: Term, means: dict[float, Term], loss: Tensor) -> Term:
-        """A sum whose divisor is no count of this share's rows."""
+        """Settle what a sum is whose divisor is no count of this share's rows."""
         by = term.divisor
         assert by is not None
         if by in means:
@@ -318,7 +319,7 @@ class _Reader:
             "whole batch cannot be seen"
         )
 
-    # --- what carries rows ----------------------------------------------------------------------
+    # --- values that mix rows -------------------------------------------------------------------
 
     def _refuse_mixed(self, below: Any, *more: str) -> None:
         if below is None or not self._doubts:
@@ -329,24 +330,24 @@ class _Reader:
 
 
 def _other(node: Any) -> Any:
-    """What a product or quotient with one input in the graph has beside it."""
+    """The operand of a product or quotient that is not in the graph."""
     other = getattr(node, "_saved_other", None)
     return getattr(node, "_saved_self", None) if other is None else other
 
 
 def _is_stretched(values: Tensor, target: Tensor) -> bool:
-    """Whether a target for each row was repeated along the rows, and the outputs across."""
+    """Whether broadcasting has paired each row's target with the outputs of every row."""
     if values.dim() < 2 or values.shape != target.shape or len(target) < 2:
         return False
     return target.stride(0) == 0 and 0 in values.stride()[1:]
 
 
 def _is_plain_number(number: Tensor) -> bool:
-    """Whether torch made it of a Python number: such a one leaves the type of others alone."""
+    """Whether torch made the tensor from a Python number: it does not take part in promotion."""
     other = torch.tensor(1, dtype=torch.int8 if number.dtype is torch.int64 else torch.float16)
     return torch.result_type(number, other) is other.dtype
 
 
 def read_count(count: Tensor) -> float | Tensor:
-    """What only the device knows, where it need not be waited for."""
+    """Return a count as a number, unless that means waiting for the device."""
     return float(count) if count.device.type == "cpu" else count

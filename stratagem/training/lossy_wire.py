@@ -1,4 +1,4 @@
-"""Lossy compressions: which optimizers and scalers they go with, and what is said of them."""
+"""Lossy wires and `sync=`: their checks and warnings, and the state that outlasts a step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: wires and cadences of which this process has spoken
-_said: set[Any] = set()
+#: wires and cadences of which this process has warned
+_warned_of: set[Any] = set()
 
 
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
-    """Refuse an optimizer that a lossy wire leads astray, and say what is no longer exact."""
+    """Refuse an optimizer that fails with a lossy wire, and warn that results are not exact."""
     wire = settings.wire
-    _tell_of_sync(settings, replica)
+    _warn_of_sync(settings, replica)
     if not isinstance(wire, Compression):
         return
     momentum = wire.momentum if isinstance(wire, TopK) else 0.0
@@ -40,8 +40,8 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
     if replica.count == 1:
         return
     _refuse_optimizer(wire, optimizer)
-    if replica.leads and wire not in _said:
-        _said.add(wire)
+    if replica.leads and wire not in _warned_of:
+        _warned_of.add(wire)
         log.warning(
             "wire=%r: replicas send less than their gradients, and what is left out later; weights "
             "are alike on all replicas, but no longer those of one device",
@@ -50,15 +50,15 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
 
 
 def check_pushes(wire: Compression, optimizer: Any, dtype: torch.dtype) -> None:
-    """As the chief of workers that push: the same."""
+    """Check the same as the chief of workers that push."""
     _refuse_optimizer(wire, optimizer)
     if dtype.itemsize < 4:
         raise NotDistributable(
             f"wire={wire!r} keeps small parts of gradients, which numbers of type {dtype} would "
             'lose; train in float32 with precision="bfloat16", or use wire="bfloat16".'
         )
-    if wire not in _said:
-        _said.add(wire)
+    if wire not in _warned_of:
+        _warned_of.add(wire)
         log.warning(
             "wire=%r: workers push less than their gradients, and what is left out later; the "
             "result is no longer that of whole gradients",
@@ -80,11 +80,11 @@ def _refuse_optimizer(wire: Compression, optimizer: Any) -> None:
         )
 
 
-def _tell_of_sync(settings: Settings, replica: Replica) -> None:
+def _warn_of_sync(settings: Settings, replica: Replica) -> None:
     sync = settings.sync
-    if sync is None or not replica.leads or (sync, replica.count) in _said:
+    if sync is None or not replica.leads or (sync, replica.count) in _warned_of:
         return
-    _said.add((sync, replica.count))
+    _warned_of.add((sync, replica.count))
     if replica.count == 1:
         log.warning("sync=%r: one replica meets nobody, and trains as it would without", sync)
         return
@@ -96,7 +96,7 @@ def _tell_of_sync(settings: Settings, replica: Replica) -> None:
 
 
 def refuse_half(settings: Settings) -> None:
-    """Refuse gradients that a scaler multiplies by another number now and then."""
+    """Refuse a GradScaler, which changes the scale of gradients now and then."""
     if settings.sync is not None:
         raise NotDistributable(
             f'precision="float16" finds a scale for the gradients of all, and with sync='
@@ -118,36 +118,36 @@ def _momenta(optimizer: Any) -> list[float]:
 
 
 def _is_linear(optimizer: Any) -> bool:
-    """Whether its step is a sum of gradients: SGD of torch, or of Keras."""
+    """Whether an optimizer's step is a sum of gradients: SGD of torch, or of Keras."""
     return any(base.__name__ == "SGD" for base in type(optimizer).__mro__)
 
 
 class Keeper:
-    """What keeps something from one step to the next, as committers do: here, the wire."""
+    """Base of committers: the state that they keep from one step to the next, here the wire's."""
 
     reducer: Reducer
-    #: what updates the parameters, where that is to be known
+    #: the optimizer, if the committer needs it
     optimizer: Any = None
 
     def meet(self) -> None:
-        """Bring replicas together before somebody looks at the weights; those that add up their
-        gradients always are. Collective."""
+        """Bring replicas together before their weights are read; those that all-reduce always are.
+        Collective."""
 
     def check_ended(self) -> None:
-        """A loop is over: refuse one after which something of it is still under way for some."""
+        """Refuse, at the end of a loop, messages that are under way on some replicas only."""
 
     @property
     def apart(self) -> bool:
-        """Whether replicas have updates of their own; the same on all."""
+        """Whether replicas have made updates of their own; the same on all."""
         return False
 
     @property
     def made_with(self) -> str:
-        """What its state in a checkpoint is known by."""
+        """The setting that a checkpoint must match for this state to be loaded."""
         return f"wire={getattr(self.reducer, 'record', None)!r}"
 
     def state(self) -> dict[str, Any]:
-        """Copy what this replica keeps."""
+        """Copy this replica's state."""
         return self.reducer.state()
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -155,50 +155,50 @@ class Keeper:
         self.reducer.load(states)
 
     def broken_off(self, before: Any = None) -> Any:
-        """What is kept here when replicas leave or join, for `rejoin`; None: nothing. What has not
-        changed since `before`, which it returned earlier, need not be copied again."""
+        """Return the state to `rejoin` with, when replicas leave or join; None if there is none.
+        Parts that are as in `before`, an earlier result, need not be copied again."""
         return self.reducer if isinstance(self.reducer, Feedback) else None
 
     def rejoin(self, mine: Any, replica: Replica) -> None:
-        """Go on among others than before from what `broken_off` returned here; None where this
-        process is new, or had nothing. What counts is the chief's. Collective."""
+        """Go on with other replicas than before, from what `broken_off` returned here; None where
+        this process is new, or had no state. The chief's position counts. Collective."""
         if isinstance(self.reducer, Feedback):
             steps = broadcast_tree(replica.collective, mine.steps if mine is not None else 0)
             rejoin_wire(self.reducer, mine, int(steps), partial(gather_tree, replica.collective))
 
 
-#: of a training that has broken off in this process: what its committer had kept
+#: at most one: what `Keeper.broken_off` returned when a `fit` broke off in this process
 _broken_off: list[Any] = []
 
 
 def break_off(keeper: Keeper | None) -> None:
-    """Replicas have left or joined: go on later with what is kept here. One that is left alone
-    sends nothing, and keeps it until there are others."""
+    """Keep a committer's state when replicas leave or join, until `rejoin`. A replica that is left
+    alone sends nothing, and keeps it until others join."""
     found = None if keeper is None else keeper.broken_off()
-    if found is not None and not _broken_off:  # else it broke off before all were here
+    if found is not None and not _broken_off:  # else it broke off again before `rejoin`
         _broken_off.append(found)
 
 
 def begin_anew() -> None:
-    """A training begins that goes on from nothing."""
+    """Drop what was kept, since a new training begins."""
     _broken_off.clear()
 
 
 def broken_round() -> BrokenRound | None:
-    """What this process had when a round of `sync=` broke off."""
+    """Return what this process had when a round of `sync=` broke off."""
     return next((each for each in _broken_off if isinstance(each, BrokenRound)), None)
 
 
 def updated_alone() -> None:
-    """An update was made; count it, if it is that of one who was left alone by others."""
+    """Count an update that a replica has made alone."""
     if (mine := broken_round()) is not None and mine.alone:
         mine.updates += 1
 
 
 def rejoin(keeper: Keeper | None, replica: Replica) -> None:
-    """Go on among others than before with what was kept when the chief was where it is. Collective.
+    """Go on with other replicas than before, from the state that `break_off` kept. Collective.
 
-    Who is new here has kept nothing, and what the dead had kept is lost with them.
+    A new replica has none, and what dead replicas had kept is lost.
     """
     if keeper is not None and replica.count > 1:
         keeper.rejoin(_broken_off[0] if _broken_off else None, replica)
@@ -208,14 +208,14 @@ def rejoin(keeper: Keeper | None, replica: Replica) -> None:
 
 
 def handed_on(keeper: Keeper) -> dict[str, Any]:
-    """What goes on in this process where others are trained; what was kept of parameters that are
-    frozen now is given up."""
+    """Return the state for a committer of other parameters of the same model; what was kept for
+    parameters that are frozen now is given up."""
     found = keeper.state()
     return {**found, "refrozen": True} if found else {}
 
 
 def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> None:
-    """Go on with what the replicas' committers had kept when they were saved; say if nobody can."""
+    """Load the committers' states of a checkpoint; warn if this committer cannot."""
     kept = [state for state in states if state]
     if not kept:
         return
@@ -223,11 +223,11 @@ def load_kept(keeper: Keeper | None, states: Sequence[Mapping[str, Any]]) -> Non
     if keeper is not None and keeper.made_with == made:
         keeper.load(kept)
         return
-    tell_of_dropped(made)
+    warn_of_dropped(made)
 
 
-def tell_of_dropped(made: str) -> None:
-    """Say that nobody goes on with what was kept."""
+def warn_of_dropped(made: str) -> None:
+    """Warn that a committer's state in a checkpoint is dropped."""
     log.warning(
         "the checkpoint was made with %s, which had kept something for later steps (parts of "
         "gradients, an outer momentum); this training has another setting, or one replica, and "

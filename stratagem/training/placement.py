@@ -1,4 +1,4 @@
-"""A replica's placement: everything that it must know to connect to the other replicas."""
+"""A replica's placement: what it needs to connect to the other replicas."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Placement:
     #: the name under which process groups exchange their addresses over the membership
     store: str | None = None
     threads: int = 0
-    #: seconds that one which lives may keep the others waiting
+    #: seconds that a live replica may keep the others waiting
     step: float = PATIENCE.total_seconds()
     #: how often the membership has changed, by the chief's count
     generation: int = 0
@@ -95,10 +95,9 @@ class WaitWatcher:
 
 
 class _Eye:
-    """Called while a process group waits.
+    """Called while a process group waits: raises trouble.
 
-    A member that has left may still have bytes on their way, so its absence counts only after a
-    while.
+    Bytes of a member that has left may still be under way, so its absence counts after a while.
     """
 
     _ON_THEIR_WAY = 2.0
@@ -180,7 +179,7 @@ def _connect(
     backend = placement.ground.backend
     assert placement.store is not None
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
-    # torch's own limit names nobody, so ours comes first.
+    # torch's own timeout names no rank, so ours is shorter
     limit = max(PATIENCE, timedelta(seconds=min(placement.step, _LONG))) + timedelta(minutes=1)
     meeting = Meeting(store, placement.interface, limit, _Eye(membership), placement.names, late)
     arguments = (placement.rank, placement.size, backend, meeting, membership)

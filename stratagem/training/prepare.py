@@ -31,14 +31,8 @@ from stratagem.wire.tree import gather_tree
 
 #: what takes the hooks off a model again, so that it can be prepared anew
 _undo: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()
-#: by module, so that any part of a model will do: what its gradients go through
-_kept: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = weakref.WeakKeyDictionary()
-#: by replica: models prepared without a loader, in the same order on all replicas
-_loaderless: weakref.WeakKeyDictionary[Replica, list[weakref.ref[nn.Module]]] = (
-    weakref.WeakKeyDictionary()
-)
-#: by model without a loader
-_optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = (
+#: the exchanges of gradients, by module: any part of a prepared model has them
+_exchanges: weakref.WeakKeyDictionary[nn.Module, list[GradientExchange]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -59,23 +53,25 @@ def prepare(
     loader: Any,
     loss_reduction: str | None,
 ) -> Prepared:
-    """Make `backward` leave the global gradient, and the loader deal out shares. Collective."""
+    """Make `backward` leave the global gradient, and the loader return shares. Collective."""
     check_reduction(loss_reduction)
     model.to(replica.device)
     if replica.count == 1:
-        part_gradients(model)  # others may have left an elastic job
+        part_gradients(model, replica)  # it was shared if the others have left an elastic job
         check_optimizer(settings, optimizer, replica)
         _be_here(replica)
         if loader is None:
             _note_loaderless(replica, model, optimizer)
         dealt = isinstance(loader, DataLoader)
-        loader = _counted(_shares(loader, replica, lambda: None), replica) if dealt else loader
+        loader = (
+            _CountedLoader(_shares(loader, replica, lambda: None), replica) if dealt else loader
+        )
         return Prepared(model, optimizer, _on_device(loader, replica))
     if settings.sharded:
         refuse_loop(replica, optimizer)
     look = fingerprint.of_loader(loader, "the loader")
     if not settings.sync_batchnorm:
-        hints.tell_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
+        hints.warn_of_batchnorm(model, replica, "sync_batchnorm=True normalises over the batch")
     reader = read_losses(replica, loss_reduction)
     exchange = join_gradients(replica, settings, model, optimizer, look, reader)
     replica.share.forget(replica.count)
@@ -90,7 +86,7 @@ def prepare(
         meetings.meet(replica)
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
         fingerprint.check_trained(replica, model, optimizer)
         replica.share.forget(replica.count)
 
@@ -115,15 +111,15 @@ def join_gradients(
     fingerprint.check(replica, "prepare", look)
     setup.align(model, replica)
     setup.roll_own_dice(replica)
-    part_gradients(model)
+    part_gradients(model, replica)
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
-    reader.unhooked.append(weakref.ref(model))
+    reader.watch_hooks(model)
     exchange.optimizer = optimizer if settings.sync is not None else None
     undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
-        meetings.add(replica, exchange)
+        replica.loop.keepers.append(exchange)
         undo.append(partial(show_scaler, optimizer, show_scaler(optimizer)))
         undo.append(optimizer.register_step_pre_hook(_refuse_scaler).remove)
     if settings.sharded:
@@ -132,55 +128,53 @@ def join_gradients(
         undo.append(optimizer.register_step_post_hook(_synced(weakref.ref(exchange))).remove)
     _undo[model] = partial(_take_away, exchange, undo)
     for part in model.modules():
-        _kept.setdefault(part, []).append(exchange)
+        _exchanges.setdefault(part, []).append(exchange)
     return exchange
 
 
 def committer_of(model: nn.Module) -> GradientExchange | None:
     """Return the committer of a prepared model; None where gradients do not travel."""
-    exchanges = _kept.get(model)
+    exchanges = _exchanges.get(model)
     return exchanges[-1] if exchanges else None
 
 
-def part_gradients(model: nn.Module) -> None:
+def part_gradients(model: nn.Module, replica: Replica) -> None:
     """Have `backward` leave this replica's own gradient again."""
     _undo.pop(model, lambda: None)()
-    for models in _loaderless.values():
-        models[:] = [each for each in models if each() is not model]
+    known = replica.loop.loaderless
+    known[:] = [each for each in known if each[0]() is not model]
 
 
 def _average_loaderless(replica: Replica) -> None:
-    """At any loader's end: models without one have an end of their data then, too. Collective.
+    """At the end of any loader, average the buffers of models without a loader. Collective.
 
-    A model may be gone on one replica and wait for the garbage collector on another, so they tell
-    each other first which are left.
+    A model may be gone on one replica and wait for the garbage collector on another, so replicas
+    first agree on which are left.
     """
-    models = _loaderless.get(replica)
-    if not models:
+    known = replica.loop.loaderless
+    if not known:
         return
-    here = [each() for each in models]
+    here = [model() for model, _ in known]
     everybody = gather_tree(replica.collective, [each is not None for each in here])
-    left = [all(told) for told in zip(*everybody, strict=True)]
-    models[:] = [each for each, is_left in zip(models, left, strict=True) if is_left]
+    left = [all(each) for each in zip(*everybody, strict=True)]
+    known[:] = [each for each, is_left in zip(known, left, strict=True) if is_left]
     for model, is_left in zip(here, left, strict=True):
         if model is not None and is_left:
             setup.average_buffers(model, replica)
 
 
 def _note_loaderless(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
-    _loaderless.setdefault(replica, []).append(weakref.ref(model))
-    _optimizers[model] = weakref.ref(optimizer)
+    replica.loop.loaderless.append((weakref.ref(model), weakref.ref(optimizer)))
 
 
 def loaderless(replica: Replica) -> list[nn.Module | Optimizer]:
-    """The models that were prepared without a loader, and their optimizers, as far as left."""
-    models = [model for each in _loaderless.get(replica, ()) if (model := each()) is not None]
-    optimizers = [found for model in models if (found := _optimizers[model]()) is not None]
-    return [*models, *optimizers]
+    """The models that were prepared without a loader and still exist, and their optimizers."""
+    models = [(model(), optimizer()) for model, optimizer in replica.loop.loaderless]
+    return [each for pair in models if pair[0] is not None for each in pair if each is not None]
 
 
 def prepare_loader(replica: Replica, loader: Any) -> Any:
-    """Return a loader of shares without a model: for validation, say. Collective."""
+    """Return a loader of shares, without a model: for validation, for example. Collective."""
     if replica.count == 1:
         _be_here(replica)
     else:
@@ -190,7 +184,7 @@ def prepare_loader(replica: Replica, loader: Any) -> Any:
 
 
 def _be_here(replica: Replica) -> None:
-    """A lone replica's loop may stand anywhere in a script: `sg.current_replica()` is it there."""
+    """Have `sg.current_replica()` return a lone replica, whose loop may stand in any code."""
     current = current_replica()
     if current.count == 1 and current is not replica:
         be(replica)
@@ -224,8 +218,9 @@ def _refuse_scaler(optimizer: Any, *_: Any) -> None:
 
 def _take_away(exchange: GradientExchange, undo: list[Callable[[], Any]]) -> None:
     exchange.close()
-    meetings.remove(exchange)
-    for exchanges in _kept.values():
+    if exchange in (keepers := exchange.replica.loop.keepers):
+        keepers.remove(exchange)
+    for exchanges in _exchanges.values():
         if exchange in exchanges:
             exchanges.remove(exchange)
     for each in undo:
@@ -253,8 +248,8 @@ def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-class _counted(Around):
-    """The batches of a lone replica: each is a step, since no exchange counts them."""
+class _CountedLoader(Around):
+    """The loader of a lone replica: each batch is a step, since no exchange counts them."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:
         super().__init__(loader)
@@ -280,7 +275,7 @@ class DeviceLoader(Around):
 
 
 class Interlude(Around):
-    """A loop that may stand within another: however it is left, the share is what it was."""
+    """A loader of a loop that may stand within another, whose share is restored at the end."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:
         super().__init__(loader)
@@ -289,7 +284,7 @@ class Interlude(Around):
     def __iter__(self) -> Any:
         replica = self._replica
         share, reader = replica.share, reader_of(replica)
-        hints.tell_unsummed(replica)
+        hints.warn_unsummed(replica)
         passes = reader.passes if reader is not None else 0
         before = (share.examples, share.total, share.weight) if share.announced else None
         meetings.meet(replica)
@@ -302,7 +297,7 @@ class Interlude(Around):
                 share.forget(replica.count)
             if reader is None or reader.passes == passes:
                 hints.was_read(replica, mine, total)
-        finally:  # a batch taken by next(iter(loader)) is in hand until the next one comes
+        finally:  # also after next(iter(loader)), whose batch stays in use
             if before is not None:
                 share.set(*before)
 
@@ -322,13 +317,13 @@ def to_device(tree: Any, device: Any) -> Any:
     return map_parts(lambda part: to_device(part, device), tree)
 
 
-# --- what a loop may ask of its strategy ----------------------------------------------------------
+# --- the calls of a loop to its strategy ----------------------------------------------------------
 
 
 def backward_counted(
     replica: Replica, loss: Tensor, count: float | Tensor, retain_graph: bool
 ) -> None:
-    """A backward pass of a loss that is divided by `count` on this replica."""
+    """Run a backward pass of a loss that is divided by `count` on this replica."""
     number = float(count)
     if not number >= 0:
         raise UsageError(f"strategy.backward(count={number:g}); the count is not negative.")
@@ -338,19 +333,17 @@ def backward_counted(
     if reader is None:
         torch.autograd.backward(loss, retain_graph=retain_graph)
         return
-    reader.count = number
-    try:
+    with reader.divided_by(number):
         torch.autograd.backward(loss, retain_graph=retain_graph)
-    finally:
-        reader.count = None
 
 
 def rows_of_share(replica: Replica, batch: Any) -> Any:
-    """The rows of a global batch that are this replica's; its gradient weighs accordingly."""
+    """Return this replica's rows of a global batch; its gradient weighs accordingly."""
     mine, examples, total = own_rows(batch, replica.count, replica.index)
     replica.share.set(examples, total)
-    replica.cuts += 1
-    if replica.count > 1 and replica.cuts & (replica.cuts - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+    replica.loop.cuts += 1
+    cuts = replica.loop.cuts
+    if replica.count > 1 and cuts & (cuts - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
         _refuse_unlike(replica, batch)
     return mine
 
@@ -380,13 +373,15 @@ def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor
         factor, summed = reader.weight_of(value)
         weight *= factor
     number = float(torch.as_tensor(value).detach()) if weight else 0.0  # of borrowed rows
-    replica.meetings += 1
-    told = gather_tree(replica.collective, [weight, number, summed])
-    if any(each for _, _, each in told):
-        mean = float(sum(v for w, v, _ in told if w))
+    replica.loop.combined += 1
+    everybody = gather_tree(replica.collective, [weight, number, summed])
+    if any(each for _, _, each in everybody):
+        mean = float(sum(v for w, v, _ in everybody if w))
     else:
-        count = sum(w for w, _, _ in told)  # 0: every target is ignored, and one device has NaN
-        mean = float(sum(w * v for w, v, _ in told if w) / count) if count else nan
+        count = sum(
+            w for w, _, _ in everybody
+        )  # 0: all targets are ignored, and one device has NaN
+        mean = float(sum(w * v for w, v, _ in everybody if w) / count) if count else nan
     if isinstance(value, Tensor) and value.requires_grad:  # a loss that is trained on
         METER.loss += mean
         METER.losses += 1

@@ -1,4 +1,4 @@
-"""One replica: its place among the others, and what it can do together with them."""
+"""One replica: its place in the group, and its collective operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stratagem.cluster.membership import Membership
 from stratagem.data.shares import Ordering
@@ -26,7 +27,7 @@ ReduceOp = Literal["sum", "mean", "max", "min"]
 
 @dataclass
 class Share:
-    """How much of the current global batch is this replica's, and what its gradient weighs."""
+    """This replica's share of the current global batch, and the weight of its gradient."""
 
     examples: int
     total: int
@@ -47,6 +48,35 @@ class Share:
         self.announced = False
 
 
+@dataclass
+class LoopState:
+    """The state of one replica's custom loops."""
+
+    #: reads losses (`custom_loop.py`); None before a model is prepared
+    reader: Any = None
+    #: with `sync=`: the committers of prepared models, in the same order on all replicas
+    keepers: list[Any] = field(default_factory=list)
+    #: models prepared without a loader, with their optimizers, in the same order on all replicas
+    loaderless: list[tuple[weakref.ref[nn.Module], weakref.ref[Optimizer]]] = field(
+        default_factory=list
+    )
+    #: with elastic=True: how far the call has come (`elastic.py`)
+    journal: Any = None
+    #: how often the code has combined something with the other replicas
+    combined: int = 0
+    #: how many batches it has cut by `strategy.rows`
+    cuts: int = 0
+    #: a loader that was read without a model: rows here, rows in all, and `combined` by then
+    unsummed: tuple[int, int, int] | None = None
+    #: the warnings (`hints.py`, `meetings.py`) that were given
+    warned: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Begin a call of `strategy.run`: nothing is prepared."""
+        self.reader, self.keepers = None, []
+        self.warned.discard("apart")
+
+
 def _no_others(name: str, op: CrossDeviceOps) -> Collective:
     return Alone()
 
@@ -65,28 +95,23 @@ class Replica:
     name: str
     collective: Collective = field(repr=False)
     membership: Membership = field(repr=False)
-    #: opens another collective of all replicas; everybody calls it alike
+    #: opens another collective of all replicas; collective itself
     connect: Callable[[str, CrossDeviceOps], Collective] = field(repr=False, default=_no_others)
     #: its number among the replicas of its own process
     local_index: int = 0
-    #: what these replicas can run, the main collective's own first
+    #: the operations that these replicas can run, the main collective's own first
     ops: tuple[CrossDeviceOps, ...] = ()
-    #: the fastest collective by number of elements, once measured
+    #: the fastest collective for each number of elements, once measured
     measured: dict[int, Collective] = field(default_factory=dict, repr=False)
-    #: whether its worker is the chief; the devices of another are a group of their own
+    #: whether its worker is the chief; the devices of any other worker are a group of their own
     with_chief: bool = field(default=True, repr=False)
-    #: how often its code has combined something with the other replicas
-    meetings: int = field(default=0, init=False, repr=False)
-    #: how many batches its code has cut by `strategy.rows`
-    cuts: int = field(default=0, init=False, repr=False)
     share: Share = field(init=False)
     #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
-    #: give back the memory in which a call came to this process's followers, once all have met
+    #: frees the memory in which a call came to this process's followers, once all have met
     release_call: Callable[[], None] = field(default=_nothing, repr=False)
-    #: what reads the losses of its custom loops (`custom_loop.py`), once something is prepared
-    reader: Any = field(default=None, init=False, repr=False)
-    #: which stage of a pipeline it is, if it is one
+    loop: LoopState = field(default_factory=LoopState, init=False, repr=False)
+    #: its number among the stages of a pipeline
     stage: int | None = field(default=None, init=False, repr=False)
     #: counts its steps (`step_figures.py`)
     figures: Any = field(default=None, init=False, repr=False)
@@ -96,13 +121,13 @@ class Replica:
         self.share = Share(1, self.count, 1 / self.count)
 
     def open(self, op: CrossDeviceOps) -> Collective:
-        """The collective that runs `op`. Collective itself."""
+        """Return the collective that runs `op`. Collective itself."""
         if op == self.ops[0]:
             return self.collective
         return self.connect(type(op).__name__, op)
 
     def beside(self) -> Collective:
-        """A collective whose order is independent of the gradients'. Collective itself."""
+        """Return a collective whose order is independent of the gradients'. Collective itself."""
         if not self.collective.overlaps:
             return self.collective  # its gradients travel only after backward
         if self._side is None:
@@ -121,22 +146,22 @@ class Replica:
 
     @property
     def ordering(self) -> Ordering:
-        """Inside of what it returns, draws order the data."""
+        """A context in which random draws are for the order of the data."""
         return nullcontext if self.streams is None else self.streams.for_data
 
     def all_gather(self, tensor: Tensor | float) -> list[Tensor]:
-        """Every replica's tensor or number, in order; shapes may differ."""
+        """Return every replica's tensor or number, in order; shapes may differ."""
         tensor = as_tensor(tensor)
-        self.meetings += 1
+        self.loop.combined += 1
         parts = gather_tree(self.collective, tensor)
         return [part.to(tensor.device) for part in parts]
 
     def all_reduce(self, tensor: Tensor | float, op: ReduceOp = "sum") -> Tensor:
-        """The sum, mean, max or min of every replica's tensor or number."""
+        """Return the sum, mean, max or min of all replicas' tensors or numbers."""
         return combine(self.all_gather(tensor), op)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """The source's tensor; the argument is overwritten with it."""
+        """Overwrite a tensor with that of the source, and return it."""
         self.collective.broadcast(tensor, source)
         return tensor
 
@@ -185,11 +210,11 @@ def _mean_type(tensor: Tensor) -> torch.dtype | None:
     return None if tensor.is_floating_point() or tensor.is_complex() else torch.float32
 
 
-#: the one that a call (strategy.run, fit) is running on now
+#: the replica that a call (strategy.run, fit) is running on now
 _called: Replica | None = None
 #: whether that call runs the user's own code: strategy.run
 _runs_user_code = False
-#: those that this process is outside of any call, the latest strategy's last
+#: the replicas that this process is outside of any call, the latest strategy's last
 _own: list[weakref.ref[Replica]] = []
 
 
@@ -217,12 +242,12 @@ def alone(replica: Replica) -> Replica:
 
 
 def called_replica() -> Replica | None:
-    """The replica that the present call runs on, if it is one of several; None outside of calls."""
+    """The replica of the present call if it is one of several; None otherwise."""
     return _called if _called is not None and _called.count > 1 else None
 
 
 def current_call() -> Replica | None:
-    """The replica of the present call, also a lone one."""
+    """The replica of the present call, be it a lone one; None outside of calls."""
     return _called
 
 
@@ -235,7 +260,7 @@ def turn() -> AbstractContextManager[object]:
 
 
 def _new_turn() -> None:
-    """Free the turn in a forked child, whatever the parent's threads did."""
+    """Free the turn in a forked child, where the parent's threads do not exist."""
     global _turn
     _turn = threading.RLock()
 
@@ -252,7 +277,7 @@ def set_called(replica: Replica | None) -> Replica | None:
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Stand around the function that strategy.run was given."""
+    """Mark the block as the function that was given to strategy.run."""
     global _runs_user_code
     before, _runs_user_code = _runs_user_code, True
     try:
@@ -262,7 +287,7 @@ def user_code() -> Iterator[None]:
 
 
 def replica_of_loop() -> Replica | None:
-    """The replica whose training steps here are the user's; None in `fit`, and outside any
+    """The replica whose training steps the user's code runs; None in `fit`, and outside any
     strategy."""
     if _called is not None:
         return _called if _runs_user_code else None
@@ -279,30 +304,30 @@ def be_no_more(replica: Replica) -> None:
     _own[:] = [each for each in _own if each() not in (None, replica)]
 
 
-# --- the leader of a group says a verb, and every other member does it ----------------------------
+# --- the first member of a group sends commands, and all others run them --------------------------
 
 
-#: the verb that ends a loop
+#: the command that ends a loop
 END = "end"
 
 
 class CommandLoop:
-    """One group's channel for verbs; every method is collective."""
+    """A group's channel for commands; every method is collective."""
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
 
     def tell(self, verb: str, *arguments: Any) -> None:
-        """As the leader: have the other members do this now."""
+        """As the first member: have all others run a command."""
         broadcast_tree(self._collective, [verb, list(arguments)])
 
     def hear(self) -> tuple[str, list[Any]]:
-        """As another member: the next verb with its arguments."""
+        """As any other member: return the next command with its arguments."""
         verb, arguments = broadcast_tree(self._collective)
         return verb, arguments
 
     def serve(self, verbs: Mapping[str, Callable[..., Any]]) -> list[Any]:
-        """As another member: do what the leader says until it ends; return what it said then."""
+        """As any other member: run commands until `END`; return the arguments of `END`."""
         while True:
             verb, arguments = self.hear()
             if verb == END:

@@ -1,4 +1,4 @@
-"""The replicas of one strategy, seen from one process: who they are, and how to run on them.
+"""The replicas of one strategy, seen from one process: their start, their calls, their end.
 
 A process leads the replicas on its own devices: it is the first of them itself and starts the
 others (replicas/). With a cluster in the environment, several such processes meet (cluster/) and
@@ -59,7 +59,7 @@ from stratagem.wire.device_kinds import kind_of
 
 log = logging.getLogger("stratagem")
 
-#: what followers get: the same as the caller, or something else, made when they are called
+#: the arguments of followers: those of the caller (None), others, or a function that makes them
 Sent = tuple[Any, ...] | Callable[[], tuple[Any, ...]] | None
 
 
@@ -77,19 +77,19 @@ class ReplicaGroup:
         insecure: bool = False,
         elastic: Elastic | None = None,
     ) -> None:
-        tracebacks.install()  # whoever waits for the other tasks may be interrupted
+        tracebacks.install()  # Ctrl-C may come while this waits for the other tasks
         self.devices = tuple(devices)
         self.place = place
         self.patience = patience
         self._party = AgreeingProcess(self.devices, settings, place, patience, insecure)
         self.replica: Replica | None = None
-        #: the replica that this process is, where it leads no other; until close, failed or not
+        #: the replica that this process is, if it has no followers; until close, failed or not
         self._self: Replica | None = None
         self._pool: Pool | None = None
         self._cluster: Membership | None = None
         self._local: Membership | None = None
         self._elastic = elastic
-        #: for the places of those that die
+        #: replace followers that die
         self._spares = Spares()
         self._endings = Endings()
         self._standbys: Standbys | None = None
@@ -113,10 +113,10 @@ class ReplicaGroup:
             if self._cluster is not None:
                 self.start()
 
-    # --- coming together --------------------------------------------------------------------
+    # --- starting ---------------------------------------------------------------------------
 
     def start(self) -> Replica:
-        """Bring every replica up, unless they are up. Collective in a cluster."""
+        """Start every replica that is not running. Collective in a cluster."""
         with self._lock:
             self._refuse_if_forked()
             if self.replica is None:
@@ -175,7 +175,7 @@ class ReplicaGroup:
         membership.on_trouble(record_fault)
         replica = sit(placement, membership)
         if placement.segment is not None:
-            replica.barrier()  # nobody may let go of what the others are about to map
+            replica.barrier()  # the segment must exist until all replicas have mapped it
         if self._pool is not None:
             collected(self._pool, membership.raise_if_trouble)
             watch_lives(membership, self._pool)
@@ -186,7 +186,7 @@ class ReplicaGroup:
         return replica
 
     def _join(self) -> Membership | None:
-        """Meet the other tasks of the cluster; None if they have begun without this one."""
+        """Meet the other tasks of the cluster; None if they have begun without this task."""
         if self._elastic is None:
             return self._party.join()
         if self._generations is None:
@@ -257,22 +257,22 @@ class ReplicaGroup:
         if again is not None and again.done() is not None:
             again.let_join()
         set_called(replica)
-        told = sent() if callable(sent) else args if sent is None else sent
+        theirs = sent() if callable(sent) else args if sent is None else sent
         if self._standbys is not None and again is not None and again.followed:
             self._standbys.begin()
         if self._pool is not None:
-            call = (function, told, torch.get_default_dtype(), RngStates.of_caller())
+            call = (function, theirs, torch.get_default_dtype(), RngStates.of_caller())
             watch = replica.membership.raise_if_gone
             self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
             if self._elastic is not None and self._pool.call is not None:
                 self._spares.preload(self._pool.call)
-            if self._standbys is None:  # which read the call, too, whenever they are begun
+            if self._standbys is None:  # standbys read the call, too, whenever they start
                 replica.release_call = self._pool.release
         if self._threads:
             torch.set_num_threads(self._threads)
 
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
-        """Form the group again after a failure; or raise the failure, if that is the end."""
+        """Form the group again after a failure; raise the failure if the job ends by it."""
         error = explained(error, self._cluster if self.outlives_the_chief else None)
         trouble, cause = self._trouble(), self._fall(error)
         if tries.left(cause.error(), trouble, chief_may_die=self.outlives_the_chief):
@@ -287,7 +287,7 @@ class ReplicaGroup:
     def _regroup_within(
         self, tries: Tries, name: str, begin: Callable[[], None], error: BaseException
     ) -> None:
-        """Form the group again in the midst of a call, as its leader; the others begin anew."""
+        """As the first replica, form the group again in mid-call; other replicas begin anew."""
         while True:
             self._go_on(error, tries, name)
             try:
@@ -298,12 +298,12 @@ class ReplicaGroup:
                 return
 
     def _trouble(self) -> Failure | None:
-        """Return what has happened to a member, here or elsewhere."""
+        """Return the failure of a member, here or elsewhere."""
         known = (each.trouble for each in (self._local, self._cluster) if each is not None)
         return next((trouble for trouble in known if trouble is not None), None)
 
     def _named(self, again: Again | None) -> str:
-        """The name of a call that begins, if tasks can join in it."""
+        """Return the name of a call that tasks can join; empty for any other call."""
         if again is None or self._generations is None:
             return ""
         self._calls += 1
@@ -317,7 +317,7 @@ class ReplicaGroup:
         """Form the group again of the members still here and those that wait to join."""
         if self._generations is None or self._cluster is None:
             event("join", "it is started again", about=getattr(error, "who", ""))
-            return  # by the next call: the replicas are this process's own
+            return  # the next call starts them: they are this process's own
         before = set(self._cluster.members)
         try:
             found = self._generations.next(self._cluster, name, self._hurry)
@@ -330,7 +330,7 @@ class ReplicaGroup:
             event("join", f"{member} joins the job", about=member.name)
 
     def _collect(self, mine: Any, *, done: bool) -> list[Any]:
-        """Collect results. `done`: those of others are not needed once this process has its own."""
+        """Collect results. `done`: this process's own result is enough."""
         if self._pool is None or self.replica is None:
             return [mine]
         try:
@@ -343,10 +343,10 @@ class ReplicaGroup:
         finally:
             self._endings.wait()
 
-    # --- coming apart -----------------------------------------------------------------------
+    # --- ending -----------------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> Cause:
-        """Tell the cluster of a failure, after which everything is to be ended."""
+        """Report a failure to the cluster, before the group ends; return its cause."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):
                 self.report(tracebacks.described(error))
@@ -360,7 +360,7 @@ class ReplicaGroup:
             self._cluster.report_failure(detail)
 
     def _end(self, cause: Cause | None = None, then: str = "") -> dict[int, int | None]:
-        """End what this process has started; where `then` comes next, for that cause, beside it."""
+        """End what this process has started; with a cause in the background, and log `then`."""
         status: dict[int, int | None] = {}
         if self._standbys is not None:
             self._standbys.rest()
@@ -390,7 +390,7 @@ class ReplicaGroup:
                 self._generations.close()
                 self._generations = None
             if self._cluster is not None:
-                self._cluster.leave()  # first, or the others take our followers' end for a death
+                self._cluster.leave()  # first, or peers take the followers' end for a death
                 self._cluster = None
             self._end()
             self._spares.end()

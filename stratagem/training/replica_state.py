@@ -17,21 +17,21 @@ from stratagem.wire.tree import decode, encode
 
 
 def own_state(replica: Replica, buffers: Sequence[Tensor]) -> dict[str, Any]:
-    """Return copies of this replica's state; a lone one's buffers are in the checkpoint already."""
+    """Copy this replica's own state; a lone replica's buffers are in the checkpoint already."""
     copies = [b.detach().cpu().clone() for b in buffers] if replica.count > 1 else []
     return {"random": generator_states(replica.device), "buffers": copies}
 
 
 def own_of(saved: Sequence[Any], replica: Replica) -> Any:
-    """Return what this replica goes on from, among what all had: None where others are here now,
-    but for the chief, which orders the data."""
+    """Return this replica's state among those of all; None if the number of replicas has changed,
+    except for the chief, which orders the data."""
     if len(saved) == replica.count or (replica.is_chief and saved):
         return saved[replica.index]
     return None
 
 
 def set_random(replica: Replica, random: dict[str, Any] | None) -> None:
-    """Go on with this replica's random numbers; one that is new keeps its own."""
+    """Restore this replica's random numbers; None leaves them."""
     if random is None:
         return
     if replica.streams is not None:
@@ -43,9 +43,9 @@ def set_random(replica: Replica, random: dict[str, Any] | None) -> None:
 
 @torch.no_grad()
 def take_buffers(mine: list[Tensor], saved: Sequence[list[Tensor]], replica: Replica) -> None:
-    """Each replica's own running statistics where as many are here, else their mean."""
+    """Restore each replica's running statistics; with another number of replicas, their mean."""
     if not saved[0]:
-        return  # one device had them; all have its own
+        return  # saved on one device, whose buffers all replicas have
     if len(saved) == replica.count:
         for buffer, value in zip(mine, saved[replica.index], strict=True):
             buffer.copy_(value)
@@ -56,7 +56,7 @@ def take_buffers(mine: list[Tensor], saved: Sequence[list[Tensor]], replica: Rep
 
 
 def optimizer_state(optimizer: Any) -> list[Any]:
-    """Copy what an optimizer of torch or of Keras keeps, parameter by parameter."""
+    """Copy the state of an optimizer of torch or Keras, parameter by parameter."""
     if isinstance(optimizer, Optimizer):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         return [{n: _copy(v) for n, v in optimizer.state.get(p, {}).items()} for p in params]
@@ -65,7 +65,7 @@ def optimizer_state(optimizer: Any) -> list[Any]:
 
 @torch.no_grad()
 def take_optimizer_state(optimizer: Any, saved: Sequence[Any]) -> None:
-    """Go on from what `optimizer_state` returned."""
+    """Restore what `optimizer_state` returned."""
     if not isinstance(optimizer, Optimizer):
         for variable, value in zip(optimizer.variables, saved, strict=True):
             variable.value.copy_(value)
@@ -84,7 +84,7 @@ def _copy(value: Any) -> Any:
 
 
 def plain_state(name: str, state: Any) -> Any:
-    """A copy of a state that can be saved and sent: plain kinds, numbers as keys included."""
+    """Copy a state, or refuse one that is not of plain types, which can be saved and sent."""
     try:
         return decode(encode(state))
     except NotDistributable as problem:
@@ -94,12 +94,12 @@ def plain_state(name: str, state: Any) -> Any:
 
 
 def state_of(thing: Any) -> Any:
-    """What goes on of something that a loop remembers."""
+    """Return the state of an object that was given to `loader.remember`."""
     return thing if isinstance(thing, list | dict) else thing.state_dict()
 
 
 def refuse_forgotten(optimizer: Any, besides: Sequence[Any], things: dict[str, Any]) -> None:
-    """Refuse what would begin anew, or be stepped twice for a batch that is taken again.
+    """Refuse schedulers and models that a resumed loop would begin anew.
 
     `besides`: the models that were prepared without a loader, and their optimizers.
     """

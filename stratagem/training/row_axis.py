@@ -1,4 +1,4 @@
-"""Which axis of a tensor in an autograd graph is that of the rows, and whether it is there."""
+"""Finds the axis of the rows in the tensors of an autograd graph."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WALK = 200  # nodes, to tell a penalty on weights from a loss, and what carries rows
+_WALK = 200  # nodes that are visited at most to find out what a tensor depends on
 
 
 class RowAxis:
-    """Looks down from nodes of one loss over `rows` rows, if that many are known."""
+    """Examines the graph of one loss over `rows` rows, if that number is known."""
 
     def __init__(self, rows: int | None) -> None:
         self.rows = rows
@@ -23,7 +23,8 @@ class RowAxis:
         return is_number(node) or self.found_in(node) == "free"
 
     def found_in(self, node: Any) -> str:
-        """ "rows" if a tensor has a row axis, "free" if it has been reduced; or what is odd."""
+        """Return "rows" if a tensor has a row axis, "free" if that was reduced, "mixed" if both
+        come together, "single" or "ranked" if rows were picked by place or by rank."""
         found: set[str] = set()
         todo, seen = [node], 0
         while todo and seen < _WALK:
@@ -44,7 +45,7 @@ class RowAxis:
         return "free" if "free" in found else "rows"
 
     def _verdict(self, node: Any, name: str) -> str | None:
-        """What a node says of its tensor: "" for weights alone, None where its inputs tell."""
+        """Classify a node alone: "" for weights, None where its inputs decide."""
         shape = node._input_metadata[0].shape
         if name not in BY_VALUE and name not in JOINS and len(shape):
             return "ranked" if name in RANKED and self._takes_rows(node) else "rows"
@@ -71,12 +72,12 @@ class RowAxis:
         return self.of(sizes) in dims_of(node, len(sizes) or 1)
 
     def of(self, sizes: Sequence[int]) -> int:
-        """The first one, unless another is as long as the share and the first is not."""
+        """Return the row axis: the first, unless only another one is as long as the share."""
         rows = self.rows
         return sizes.index(rows) if rows in sizes[1:] and sizes[0] != rows else 0
 
     def is_picked(self, node: Any) -> bool:
-        """Whether rows have been picked out just before, so that their number depends on values."""
+        """Whether rows were picked just before, so that their number depends on values."""
         for _ in range(8):
             if node is None:
                 return False
@@ -94,7 +95,7 @@ class RowAxis:
         return False
 
     def is_fixed(self, node: Any) -> bool:
-        """Whether there are only weights below: looks for what takes data in."""
+        """Whether a node depends on weights only, and on no data."""
         todo, seen = [node], 0
         while todo:
             each = todo.pop()
@@ -109,9 +110,9 @@ class RowAxis:
 
 
 def _takes_data(node: Any, name: str) -> bool:
-    """Whether a tensor without a gradient comes in here that may be data.
+    """Whether an operand without a gradient may be data.
 
-    One of a weight's own shape is not (where it was, how it is masked, what it is worth).
+    A tensor of a weight's own shape is not (an earlier value, a mask, an importance).
     """
     inputs = [below for below, _ in node.next_functions if below is not None]
     if len(inputs) == len(node.next_functions):
@@ -150,10 +151,10 @@ def only_input(node: Any) -> Any:
     return next((below for below, _ in node.next_functions if below is not None), None)
 
 
-# --- Names that autograd gives to its nodes, by what they do to the rows of a batch ---------------
+# --- Names of autograd's nodes, by what they do to the rows of a batch ----------------------------
 
 
-#: one input, one output, and the one is a multiple of the other, or some values of it
+#: the output is a multiple of the one input, or a part of it
 LINEAR = {
     "NegBackward0",
     "CloneBackward0",
@@ -215,12 +216,12 @@ CURVED = _REDUCED | {
     "MaximumBackward0",
     "MinimumBackward0",
 }
-#: they pick rows by comparing them
+#: pick rows by comparing them
 RANKED = {"TopkBackward0", "SortBackward0"}
 SOFTMAX = {"LogSoftmaxBackward0", "SoftmaxBackward0"}
 #: products and powers
 NUMBERS = {"MulBackward0", "DivBackward0", "PowBackward0", "PowBackward1"}
-#: they have an axis, and take it away
+#: reduce along one axis
 WITH_DIM = _REDUCED | {"SumBackward1", "MeanBackward1"}
 LOOKUPS = {
     "EmbeddingBackward0",
@@ -230,7 +231,7 @@ LOOKUPS = {
     "IndexBackward0",
     "MaskedSelectBackward0",
 }
-#: the rows that come out are those that go in
+#: rows of the output are rows of the input
 BY_VALUE = (
     SUMS
     | NUMBERS

@@ -15,13 +15,13 @@ from stratagem.training.cross_device import CrossDeviceOps
 
 @dataclass(frozen=True)
 class Served:
-    """How parameters are kept by servers."""
+    """The settings of servers that keep the parameters."""
 
     updates: Updates
     partitioner: Partitioner | None
     workers: int
     servers: int
-    #: how many other servers hold each shard, too
+    #: how many other servers hold a copy of each shard
     backups: int = 0
 
 
@@ -29,21 +29,21 @@ class Served:
 class Pipeline:
     """How a model is split by layers over the devices."""
 
-    #: of a batch; None measures and takes the fastest
+    #: microbatches of a batch; None measures and takes the fastest number
     microbatches: int | None = None
     #: a name of rules/schedules.py
     schedule: str = "1f1b"
-    #: the names of the layers with which stages begin, from the second on; None measures
+    #: names of the layers with which stages begin, from the second on; None measures
     split: tuple[str, ...] | None = None
     #: "microbatch": BatchNorm normalises over microbatches, unlike one device
     batch_norm: str | None = None
-    #: bytes that a stage may have, as far as they are known before
+    #: bytes that a stage may take for what is known before it runs
     memory: float | None = None
-    #: of the model that a device has: several if it is interleaved
+    #: parts of the model on each device: several with an interleaved schedule
     parts: int = 1
     #: chunks of time into which stacks of recurrent layers are cut, instead of rows; 0 tries some
     columns: int | None = None
-    #: pipelines beside each other, each with a share of every batch
+    #: parallel pipelines, each with a share of every batch
     data: int = 1
     #: whether pieces by rows are tried beside chunks of time
     by_rows: bool = False
@@ -59,11 +59,11 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class Settings:
-    """How gradients are reduced, once the replicas are up."""
+    """How the replicas of a strategy train."""
 
-    #: as the user gave it: None (the usual one), "auto" (measure), or an operation
+    #: the user's choice of an all-reduce: None (the default), "auto" (measure), or an operation
     op: CrossDeviceOps | str | None = None
-    #: the type in which gradients travel, or the compression
+    #: the type in which gradients are sent, or the compression
     wire: Wire = None
     #: normalise over the global batch, not over each replica's share
     sync_batchnorm: bool = False
@@ -75,7 +75,7 @@ class Settings:
     sharded: bool = False
     #: makes the committer of a strategy that does not all-reduce: a subclass of GradientExchange
     committer: Callable[..., Any] | None = None
-    #: when replicas meet, where that is not every step; the committer is theirs then
+    #: when replicas meet, if not in every step; `committer` is set then, too
     sync: Sync | None = None
     #: set when the model is split by layers
     pipeline: Pipeline | None = None
@@ -84,18 +84,18 @@ class Settings:
 
     @property
     def one_copy(self) -> bool:
-        """Whether all devices together have one copy of the model, and see all rows."""
+        """Whether all devices together have one copy of the model, and each sees all rows."""
         return self.pipeline is not None or self.tensor is not None
 
     @property
     def one_pipeline(self) -> bool:
-        """Whether its stages are all devices: no other pipeline has the same layers."""
+        """Whether all devices are the stages of one pipeline."""
         return self.pipeline is not None and self.pipeline.data == 1
 
     @property
     def whole_batches(self) -> bool:
-        """Whether a training step has all rows of a batch in one piece, so that they may look at
-        each other; an evaluation shares them out all the same."""
+        """Whether a training step has all rows of a batch in one piece, so that a model may mix
+        them; an evaluation divides them all the same."""
         pipeline = self.pipeline
         one_piece = pipeline is not None and pipeline.microbatches == pipeline.data == 1
         return one_piece or self.tensor is not None

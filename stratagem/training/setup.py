@@ -1,4 +1,4 @@
-"""What replicas settle before they train together: equal weights, random numbers, the reducer."""
+"""The setup of replicas before they train together: equal weights, random numbers, the reducer."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ log = logging.getLogger("stratagem")
 
 _ROUNDS = 4
 
-#: from one device's random numbers to the next one's; between, there is room for those of workers
+#: the distance between the seeds of two devices of a worker, larger than the number of workers
 DEVICES = 4093
 
 
 def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
-    """Give every replica the chief's parameters and buffers, if wanted. Collective."""
+    """Check that a module has no lazy tensors; with `values`, copy the chief's to all replicas.
+    Collective."""
     if replica.count == 1:
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -50,19 +51,19 @@ def align(module: nn.Module, replica: Replica, *, values: bool = True) -> None:
 
 
 def spread(tensors: Sequence[Tensor], replica: Replica) -> None:
-    """Give every replica the first one's values. Collective."""
-    told = broadcast_tree(replica.collective, [t.detach() for t in tensors])
+    """Copy the first replica's values to all others. Collective."""
+    values = broadcast_tree(replica.collective, [t.detach() for t in tensors])
     if not replica.leads:
         with torch.no_grad():
-            for mine, theirs in zip(tensors, told, strict=True):
+            for mine, theirs in zip(tensors, values, strict=True):
                 _unexpanded(mine).copy_(_unexpanded(theirs, mine))
 
 
 def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = None) -> None:
-    """The chief's state of the optimizer on every replica, where another process has none, or
-    another one: it may not have loaded what the chief has. Collective.
+    """Copy the chief's optimizer state to all replicas, unless they have the same: only the chief
+    may have loaded a checkpoint. Collective.
 
-    `grown`: whether the chief knows that one is new; None where it does not say.
+    `grown`: whether the chief knows that a replica is new; None if it does not know.
     """
     if replica.count == 1:
         return
@@ -71,10 +72,10 @@ def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = 
     known = grown is not None and broadcast_tree(replica.collective, grown)
     if not known and _alike(states, replica):
         return
-    told = broadcast_tree(replica.collective, [dict(state) for state in states])
+    theirs = broadcast_tree(replica.collective, [dict(state) for state in states])
     if replica.is_chief:
         return
-    for param, state in zip(params, told, strict=True):
+    for param, state in zip(params, theirs, strict=True):
         optimizer.state[param] = {
             name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
             for name, v in state.items()
@@ -82,7 +83,7 @@ def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = 
 
 
 def _alike(states: Sequence[Mapping[str, Any]], replica: Replica) -> bool:
-    """Whether all have the same state, by their checksums."""
+    """Whether all replicas have the same state, by checksums."""
     looks = [
         {name: digest(v) if isinstance(v, Tensor) else v for name, v in state.items()}
         for state in states
@@ -92,8 +93,8 @@ def _alike(states: Sequence[Mapping[str, Any]], replica: Replica) -> bool:
 
 
 def refuse_renormed(module: nn.Module) -> None:
-    """Refuse layers that write into their weights as they look them up: each replica would do so
-    with the rows of its own share only."""
+    """Refuse layers whose lookup writes to their weights: each replica would write for the rows of
+    its share only."""
     for name, part in module.named_modules():
         if getattr(part, "max_norm", None) is not None:
             raise NotDistributable(
@@ -104,8 +105,8 @@ def refuse_renormed(module: nn.Module) -> None:
 
 
 def refuse_frequencies(module: nn.Module) -> None:
-    """Refuse layers whose gradient counts how often the batch has each row: a share, or a
-    microbatch, has it less often."""
+    """Refuse layers whose gradient counts how often a row occurs in the batch: it occurs less often
+    in a share or a microbatch."""
     for name, part in module.named_modules():
         if getattr(part, "scale_grad_by_freq", False):
             raise NotDistributable(
@@ -126,7 +127,7 @@ def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def roll_own_dice(replica: Replica, generation: int = 0) -> None:
-    """Different random numbers on each replica, all of them following from the chief's seed.
+    """Seed each replica differently, from the chief's seed.
 
     The chief keeps its own sequence, so that it shuffles as one device would.
     """
@@ -142,17 +143,17 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
 
 
 def roll_dice_of_devices(replica: Replica) -> None:
-    """As `roll_own_dice`, for the devices of one worker: numbers unlike any other worker's."""
+    """Seed the devices of one worker, unlike those of any other worker."""
     base = broadcast_tree(replica.collective, torch.initial_seed() & (2**62 - 1))
     if not replica.leads:
         seed_torch(mixed(base, DEVICES * replica.index))
 
 
 def average_buffers(module: nn.Module, replica: Replica) -> None:
-    """One defined answer for running statistics: the mean over replicas. Collective.
+    """Average running statistics over the replicas. Collective.
 
-    Whole numbers have no such answer, nor what has grown to another shape, nor frozen parameters
-    that forward writes to: each replica keeps its own.
+    Each replica keeps its own integers, buffers whose shape has changed, and frozen parameters that
+    forward writes to.
     """
     if replica.count == 1:
         return
@@ -160,7 +161,7 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
     mine = {name: b.detach() for name, b in floats.items()}
     everybody = gather_tree(replica.collective, mine)
     for name, buffer in floats.items():
-        values = [told[name].double() for told in everybody if name in told]
+        values = [each[name].double() for each in everybody if name in each]
         if len(values) < replica.count or any(v.shape != buffer.shape for v in values):
             continue
         if all(torch.equal(value, values[0]) for value in values):
@@ -170,18 +171,18 @@ def average_buffers(module: nn.Module, replica: Replica) -> None:
 
 
 def take_iterated(module: nn.Module, replica: Replica) -> None:
-    """The chief's buffers of parametrizations (spectral_norm's vectors), everywhere. Collective.
+    """Copy the chief's buffers of parametrizations (spectral_norm's vectors) to all. Collective.
 
-    Every forward writes into them what follows from the weights alone, so they are the same on all
-    replicas, but where one has had no forward: no rows of a batch. The chief has rows of each.
+    Every forward updates them from the weights alone, so they are the same on all replicas, unless
+    one had no rows of a batch, and so no forward. The chief has rows of each batch.
     """
     mine = _iterated(module)
     if not mine:
         return
-    told = broadcast_tree(replica.collective, [buffer.detach() for buffer in mine])
+    values = broadcast_tree(replica.collective, [buffer.detach() for buffer in mine])
     if not replica.is_chief:
         with torch.no_grad():
-            for buffer, theirs in zip(mine, told, strict=True):
+            for buffer, theirs in zip(mine, values, strict=True):
                 buffer.copy_(theirs)
 
 
@@ -197,7 +198,7 @@ def _iterated(module: nn.Module) -> list[Tensor]:
 
 
 def choose_reducer(params: Sequence[Tensor], replica: Replica, settings: Settings) -> Reducer:
-    """The reducer for these gradients; "auto" measures the candidates on their size."""
+    """Choose the reducer of gradients; "auto" measures the candidates on their size."""
     measures = settings.op == "auto" and replica.count > 1
     elements = sum(p.numel() for p in params)
     collective = _fastest(elements, replica) if measures else replica.collective
@@ -235,7 +236,7 @@ def _fastest(elements: int, replica: Replica) -> Collective:
 
 
 def _time(collective: Collective, elements: int, replica: Replica) -> float:
-    """Seconds of the best round, as the slowest replica saw it."""
+    """Return the seconds of the best round, the largest over the replicas."""
     flat = collective.buffer(elements, torch.float32, replica.device)
     best = float("inf")
     for _ in range(_ROUNDS):
@@ -254,7 +255,7 @@ def _time(collective: Collective, elements: int, replica: Replica) -> float:
 def own_streams(
     replica: Replica, seed: int | None = None, *, renew: bool = False
 ) -> Iterator[None]:
-    """On the chief: what the model draws, and how much, shall not decide how data is shuffled."""
+    """On the chief: shuffle data independently of what, and how much, the model draws."""
     if not replica.is_chief:
         yield
         return
@@ -267,13 +268,13 @@ def own_streams(
 
 
 def align_loss(loss: Any, replica: Replica) -> None:
-    """The same for a loss that is a module, and not torch's. Collective."""
+    """Align a loss that is a module of the user's. Collective."""
     if loss.own and isinstance(loss.function, nn.Module):
         align(loss.function, replica)
 
 
 def move(module: nn.Module, optimizer: Optimizer, device: torch.device) -> None:
-    """Module and optimizer state onto the replica's device."""
+    """Move a module and its optimizer's state to the replica's device."""
     if any(t.device != device for t in (*module.parameters(), *module.buffers())):
         module.to(device)
     for state in optimizer.state.values():

@@ -1,9 +1,9 @@
 """A committer that keeps one set of gradients for all replicas of a machine.
 
-    backward fires the hook -> added to the sum in shared memory -> p.grad is forgotten
+    backward fires the hook -> added to the sum in shared memory -> p.grad is dropped
 
-So of its own gradients a replica holds the one that backward is making, and a few that wait for
-their turn (wire/ordered_sum.py); the sum is P / N of each replica.
+So a replica holds only the gradient that backward is making, and a few that wait for their turn
+(wire/ordered_sum.py); the sum costs 1/N of the parameters' memory per replica.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from stratagem.wire.shared_memory import sharing
 
 
 class OneSum(Reducer):
-    """What a bucket of these gradients lies in: the one sum of all replicas."""
+    """A reducer whose buffer is the one sum of all replicas."""
 
-    lossy = True  # the notes have a row for each replica
+    lossy = True  # so that the notes lie apart, with a row for each replica
 
     def __init__(self, sums: OrderedSum) -> None:
         self.sums = sums
@@ -43,7 +43,7 @@ class OneSum(Reducer):
 
 
 class ShardedExchange(GradientExchange):
-    """Gradients added to one sum in shared memory, which `p.grad` never shows. Collective."""
+    """The committer that adds gradients to one sum in shared memory; `p.grad` stays None."""
 
     def __init__(
         self,
@@ -97,14 +97,14 @@ class ShardedExchange(GradientExchange):
     def end_pass(self) -> None:
         """End a backward pass, also where this replica had no rows. Collective."""
         for index, param in enumerate(self.buckets.params):
-            if param.grad is not None:  # that somebody has put there
+            if param.grad is not None:  # set by the user's code
                 self._take(index)
         self.sums.end_pass()
 
     def stage(
         self, notes: Sequence[float | Tensor], factors: Mapping[int, Factors] | None = None
     ) -> None:
-        """Tell the notes, and which parameters have a gradient here."""
+        """Write the notes, and which parameters have a gradient here."""
         has = self.used()
         for i, each in (factors or {}).items():
             each.mark(has[i])
@@ -118,12 +118,12 @@ class ShardedExchange(GradientExchange):
 #     backward          leaves the gradient of the global batch, whole, on every replica
 #     optimizer.step    steps about 1/N of the parameters here, the others elsewhere
 #
-# So a loop may clip, look at or change gradients as ever. Parameters lie in shared memory; the
-# state comes into being where a parameter is stepped, and the first replica sees all of it.
+# So a loop may clip, read or change gradients as usual. Parameters lie in shared memory; the state
+# is created where a parameter is stepped, and the first replica sees all of it.
 
 
 def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Which parameters each of `count` replicas updates: nearly as many elements each."""
+    """Divide parameters among `count` replicas, nearly the same number of elements to each."""
     found: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -134,7 +134,7 @@ def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
-    """Refuse what replicas cannot update in parts."""
+    """Refuse parameters or an optimizer that replicas cannot update in parts."""
     if not replica.collective.shares_memory:
         raise NotDistributable(
             "between machines and on GPUs a replica of ShardedStrategy has rows of each parameter, "
@@ -150,7 +150,7 @@ def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
 
 
 class SharedUpdate:
-    """Runs around `optimizer.step`. Made collectively."""
+    """Hooks around `optimizer.step`: each replica steps its parameters. Made collectively."""
 
     def __init__(self, replica: Replica, optimizer: Optimizer) -> None:
         collective = sharing(replica.collective)
@@ -177,7 +177,7 @@ class SharedUpdate:
         self._gradients = [p.grad for p in self._others]
         for param in self._others:
             param.grad = None
-        self._collective.barrier()  # nobody reads the parameters any more
+        self._collective.barrier()  # no replica reads the parameters any more
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for param, gradient in zip(self._others, self._gradients, strict=True):

@@ -1,7 +1,7 @@
-"""Standbys: processes that follow a call of the followers, and take the place of one that dies.
+"""Standbys: processes that follow a call of the followers, and replace a follower that dies.
 
-Each follower has one, which has built the model and knows the place in the data (wire/standby.py).
-Where none is ready, or the follower died in the midst of an update, replicas come together anew.
+Each follower has one, which has built the model and follows the place in the data
+(wire/standby.py). Where none is ready, or the follower died in mid-update, the group forms again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from stratagem.wire.standby import StandbyCollective
 
 log = logging.getLogger("stratagem")
 
-_FIRST = 0.3  # seconds that a call must last to be worth them
-_LOOK = 0.05  # seconds between two looks whether one is missing
-_GLANCE = 0.0005  # seconds between two looks whether the first replica has come to a step
+_FIRST = 0.3  # seconds that a call must last to be worth starting standbys
+_LOOK = 0.05  # seconds between two checks for a missing standby
+_GLANCE = 0.0005  # seconds between two checks whether the first replica has come to a step
 
 
 class Standbys:
-    """Those of one process's followers, which are all replicas but itself."""
+    """The standbys of one process's followers, which are all replicas but itself."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class Standbys:
         self._give_up = give_up
         self._lock = threading.Lock()
         self._waiting: dict[int, Follower] = {}
-        #: by rank, the turn of its last replacement, and what it was told
+        #: by rank, the turn of its last replacement, and the segment of the order
         self._replaced: dict[int, tuple[int, Segment]] = {}
         self._over = threading.Event()
         membership.stand_in = self._stand_in
 
     @staticmethod
     def of(replica: Replica, placement: Placement, pool: Pool, give_up: float) -> Standbys | None:
-        """Those of replicas that share memory, and are all of this process."""
+        """Make the standbys of replicas that share memory and belong to this process; else None."""
         collective, membership = replica.collective, replica.membership
         if not collective.shares_memory or sys.platform != "linux":
             return None
@@ -73,7 +73,7 @@ class Standbys:
         return Standbys(sharing(collective), placement, membership, pool, give_up)
 
     def begin(self) -> None:
-        """A call begins that replicas may die in."""
+        """Begin a call that can survive the death of replicas."""
         self.rest()
         with self._lock:
             self._over, self._waiting = threading.Event(), {}
@@ -82,8 +82,8 @@ class Standbys:
         threading.Thread(target=self._keep_ready, args=arguments, daemon=True).start()
 
     def rest(self) -> None:
-        """The call is over; its standbys end beside what comes next."""
-        with self._lock:  # whoever takes a place has taken it, or never does
+        """End the call; its standbys end in the background."""
+        with self._lock:  # a standby has taken a place by now, or never does
             self._over.set()
         self._collective.log, self._waiting = None, {}
         self._replaced.clear()
@@ -111,17 +111,17 @@ class Standbys:
             one = Follower(self._pool.followers[rank - 1].name)
         except (OSError, ReplicaLost):
             return  # the next look tries again
-        told = (self._placement.of(self._placement.leader + rank), members, self._give_up)
-        data, _ = graph_pickle.dumps((stand_by, (*told, made.handle, made.start, call), {}))
+        seat = (self._placement.of(self._placement.leader + rank), members, self._give_up)
+        data, _ = graph_pickle.dumps((stand_by, (*seat, made.handle, made.start, call), {}))
         with self._lock:
             waiting[rank] = one
         try:
             one.send(data, lambda: None)
-        except (OSError, ValueError):  # it has ended, or too many files are open for `select`
+        except (OSError, ValueError):  # the process has ended, or too many files for `select`
             self._drop(rank, one, waiting)
 
     def _drop(self, rank: int, one: Follower, waiting: dict[int, Follower]) -> None:
-        """End one that waits in this call, which may be over: then it is ended with the others."""
+        """End a standby that waits in this call; if the call is over, all of them are ended."""
         with self._lock:
             known = waiting.get(rank) is one
             if known:
@@ -129,12 +129,12 @@ class Standbys:
         if known:
             threading.Thread(target=_end, args=([one],), daemon=True).start()
 
-    # --- taking a place -------------------------------------------------------------------------
+    # --- replacing a follower -------------------------------------------------------------------
 
     def _stand_in(self, trouble: Failure) -> bool:
-        """Whether a standby may take the place of one that died; the rest is done beside."""
+        """Whether a standby may replace a follower that died; a thread of its own does that."""
         rank = trouble.rank
-        with self._lock:  # all of one call
+        with self._lock:  # both of the same call
             waiting, over = self._waiting, self._over
         one = waiting.get(rank)
         if one is None or over.is_set():
@@ -156,12 +156,12 @@ class Standbys:
         rank, dead = trouble.rank, None
         try:
             taken = self._send_into_step(rank, one, over)
-        except Exception:  # state that cannot travel, no memory: the others must hear who has died
+        except Exception:  # state that cannot be sent, no memory: peers must learn who has died
             log.exception("the standby of %s cannot take its place", trouble.member)
             taken = False
         device = self._placement.devices[self._placement.leader + rank]
         with self._lock:
-            if taken and not over.is_set():  # else all come apart, and it would be left behind
+            if taken and not over.is_set():  # else the group ends, and the standby would be left
                 waiting.pop(rank, None)
                 member = Member(one.name, f"{device}, pid {one.pid}")
                 self._membership.replace(rank, member, one)
@@ -176,26 +176,27 @@ class Standbys:
         event("join", "its standby has taken its place", about=one.name)
 
     def _send_into_step(self, rank: int, one: Follower, over: threading.Event) -> bool:
-        """Whether the standby could be told to do the step in which one has died."""
+        """Order the standby to do the step in which a follower has died; whether that worked."""
         made = self._collective.log
         turn = self._collective.turn_of(rank)
         known = self._replaced.get(rank)
-        again = known is not None and known[0] == turn  # it would die there time after time
+        again = known is not None and known[0] == turn  # the step itself kills it
         if made is None or again or not self._is_in_step(made, turn, over):
             return False
         order, segment = made.order(turn)
         self._replaced[rank] = turn, segment
         try:
-            one.member.recv(1)  # that it is ready
+            one.member.recv(1)  # its sign that it is ready
             one.member.sendall(order)
-        except OSError:  # it has died, too, or the call is over
+        except OSError:  # the standby has died, too, or the call is over
             return False
         return True
 
     def _is_in_step(self, made: CollectiveLog, turn: int, over: threading.Event) -> bool:
-        """Whether this process, too, is in the step in which one has died, or comes to it; not if
-        that one had met others in it. While it is at neither it waits for nobody, and all others
-        wait for it: no time is lost."""
+        """Wait until this process is in the step in which a follower died; False if it cannot be:
+        the dead follower had exchanged something in it. All other replicas wait for this process
+        meanwhile, so no time is lost.
+        """
         while not over.is_set() and not made.broken:
             opened = made.opened
             if opened == turn:
@@ -224,7 +225,7 @@ def stand_by(
     start: tuple[int, int],
     call: bytes,
 ) -> Any:
-    """Run a call that others are in, leaving its steps out until one of them dies."""
+    """Run a call that the followers are in, skipping its steps until one of them dies."""
     desk = follower.state
     assert desk is not None and placement.segment is not None
     logging.basicConfig(format="%(message)s")

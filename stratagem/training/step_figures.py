@@ -1,6 +1,6 @@
 """The figures of one replica's steps: a line a second, for the run's folder and for the chief.
 
-The chief hears the lines of all replicas, and says who is slow (`rules/slowness.py`).
+The chief receives the lines of all replicas, and warns of slow ones (`rules/slowness.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Times = tuple[float, float, float, float]
 
 
 class SlowWatch:
-    """On the chief: says once of each slow task that it is slow, and why.
+    """On the chief: warns once of each slow task, with the reason.
 
-    Stages of a pipeline do different work: each is compared with the same one of other pipelines.
+    A stage of a pipeline is compared with the same stage of other pipelines only.
     """
 
     def __init__(self) -> None:
         self._rules, self._lock = dict[Any, SlowRule](), threading.Lock()
 
     def hear(self, line: Mapping[str, Any]) -> None:
-        """Take the figures of a task."""
+        """Receive the figures of a task."""
         task, sample = str(line.get("task", "")), Sample.from_json(line)
         with self._lock:
             found = self._rules.setdefault(line.get("stage"), SlowRule()).add(task, sample)
@@ -45,7 +45,7 @@ class SlowWatch:
 
 
 class StepFigures:
-    """Counts the steps of one task; `tell` brings its lines to the chief."""
+    """Counts the steps of one task; `tell` sends its lines to the chief."""
 
     def __init__(self, task: str, tell: Callable[[Line], None]) -> None:
         self.task, self._tell = task, tell
@@ -88,7 +88,7 @@ class StepFigures:
             return
         meter = METER
         all_, load, wait, link = mean_times(times)
-        sent = min(wait, link_time.busy() / len(times))  # the rest went beside the computation
+        sent = min(wait, link_time.busy() / len(times))  # the rest overlapped with computation
         wait, link = wait - sent, link + sent
         pushes = meter.pushes - self._pushes
         line: Line = {
@@ -113,7 +113,7 @@ class StepFigures:
         self._tell({"task": self.task, **line})
 
     def _idle(self) -> Line:
-        """Return what this task is in the midst of, for seconds in which no step ended."""
+        """Return the line of a second in which no step ended."""
         meter = METER
         since = meter.since if meter.doing else self._at
         doing = meter.doing or "compute"
@@ -128,7 +128,7 @@ class StepFigures:
 
 
 def mean_times(times: Sequence[Times]) -> Times:
-    """Of each kind, without the longest twentieth of the steps."""
+    """Return the mean of each kind of time, without the longest twentieth of the steps."""
     kept = times
     if len(times) >= STEPS:
         kept = sorted(times, key=lambda each: each[0] - each[2])
@@ -138,7 +138,7 @@ def mean_times(times: Sequence[Times]) -> Times:
 
 
 def figures_of(replica: Replica) -> StepFigures:
-    """Return the figures of a replica that all-reduces, or works alone."""
+    """Return the figures of a replica that all-reduces, or is alone."""
     found: StepFigures | None = replica.figures
     if found is None:
         membership = replica.membership

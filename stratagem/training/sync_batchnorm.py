@@ -26,7 +26,7 @@ from stratagem.wire.collective import Collective
 
 
 class GlobalNorm(torch.autograd.Function):
-    """Axis 1 is the channels'; returns the output, the global mean and the (biased) variance."""
+    """Normalises axis 1 over the global batch; also returns its mean and (biased) variance."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class GlobalNorm(torch.autograd.Function):
 
 
 class Room:
-    """Storage for one layer's sums, made once: a row a replica forward, one row backward."""
+    """One layer's buffers for sums: forward a row for each replica, backward one row."""
 
     def __init__(
         self, collective: Collective, channels: int, dtype: torch.dtype, device: torch.device
@@ -78,7 +78,7 @@ class Room:
         size, rank = self.collective.size, self.collective.rank
         rows = self._rows.view(size, -1)
         rows.zero_()
-        # of batches that nobody cut, every replica may have the whole
+        # a batch that was not cut into shares may be whole on every replica
         same_rows = not share.announced
         if share.examples > 0:
             var, mean = torch.var_mean(x.to(self.dtype), _other_axes(x), correction=0)
@@ -89,7 +89,7 @@ class Room:
         means, deviations, n = rows[:, :c], rows[:, c : 2 * c], rows[:, 2 * c :]
         total = n.sum()
         if same_rows and bool((rows == rows[:1]).all()):
-            total = n[0]  # every replica has put the same rows through
+            total = n[0]  # every replica has the same rows
             return means[0], deviations[0] / total, float(total)
         mean = (means * n).sum(0) / total
         m2 = deviations.sum(0) + (n * (means - mean) ** 2).sum(0)
@@ -114,26 +114,26 @@ def _broadcast_shape(x: Tensor) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-class _Dressed:
-    """Goes before a layer's own type while its model trains on several replicas.
+class _Replaced:
+    """Base of the class that replaces a layer's own while its model trains on several replicas.
 
-    A copy, pickled or not, is of its own type: a model that is averaged, saved or sent elsewhere is
-    plain.
+    Copies and pickles have the layer's own class: a model that is averaged, saved or sent elsewhere
+    is plain.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         layer: Any = self
-        dressed = type(layer)
+        replaced = type(layer)
         layer.__class__ = _links[layer].plain
         try:
             return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
         finally:
-            layer.__class__ = dressed
+            layer.__class__ = replaced
 
 
-class _Synced(_Dressed):
-    """Forward over the global batch, on the replica it is for; anywhere else (after the call, after
-    a failure) the layer is what it was."""
+class _Synced(_Replaced):
+    """Runs forward over the global batch, on its replica; elsewhere (after the call, after a
+    failure) as the plain layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
@@ -147,8 +147,8 @@ class _Synced(_Dressed):
         return super().forward(x)  # type: ignore[misc, no-any-return]
 
 
-class _Apart(_Dressed):
-    """Forward over this replica's share, as torch does it, and why a share may be too small."""
+class _Apart(_Replaced):
+    """Runs forward over this replica's share, as torch does, and explains a share of one row."""
 
     def forward(self, x: Tensor) -> Tensor:
         try:
@@ -160,11 +160,11 @@ class _Apart(_Dressed):
 
 
 class _Link(NamedTuple):
-    """What a prepared layer needs; kept beside the layer, so that no copy takes it along."""
+    """What a prepared layer needs; kept beside the layer, so that copies do not have it."""
 
     plain: type[BatchNorm]
     replica: Replica
-    #: where it is synchronised
+    #: None: the layer is not synchronised
     room: Room | None
 
 
@@ -172,8 +172,8 @@ _links: weakref.WeakKeyDictionary[nn.Module, _Link] = weakref.WeakKeyDictionary(
 
 
 def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callable[[], None]:
-    """Prepare every BatchNorm layer for several replicas, in place of what an earlier call did;
-    returns what takes it back, which may be called again. Collective."""
+    """Prepare every BatchNorm layer for several replicas, instead of what an earlier call did;
+    return a function that undoes this, which may be called twice. Collective."""
     layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
     for layer in layers:
         _remove(layer, _links.get(layer))
@@ -187,7 +187,7 @@ def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callabl
             room = Room(side, layer.num_features, _type(layer), replica.device)
         links.append(link := _Link(type(layer), replica, room))
         _links[layer] = link
-        layer.__class__ = _dressed(link)
+        layer.__class__ = _replacement(link)
 
     def remove() -> None:
         for layer, link in zip(layers, links, strict=True):
@@ -203,9 +203,9 @@ def _remove(layer: nn.Module, link: _Link | None) -> None:
         del _links[layer]
 
 
-def _dressed(link: _Link) -> type[BatchNorm]:
-    """The type of a layer with this link; synchronised, it is not one of torch's modules: nobody
-    may take its forward for torch's code (at_home.py)."""
+def _replacement(link: _Link) -> type[BatchNorm]:
+    """Make the class of a layer with this link. A synchronised one is not in torch's modules, so
+    that its forward is not taken for torch's code (gradient_placement.py)."""
     before, home = (_Apart, link.plain.__module__) if link.room is None else (_Synced, __name__)
     return type(link.plain.__name__, (before, link.plain), {"__module__": home})
 

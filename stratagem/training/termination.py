@@ -1,7 +1,7 @@
 """SIGTERM while a training keeps checkpoints: it saves one more, and ends with a code of its own.
 
-Schedulers send SIGTERM some time before they take a machine away. Who ends with `EXIT_CODE` says:
-I have saved what I did; start me again, and I go on from there.
+Schedulers send SIGTERM some time before they take a machine away. `EXIT_CODE` means that everything
+is saved: the same command, started again, goes on from there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _AT_ONCE = 2.0
 
 
 class Termination:
-    """While it is open, SIGTERM is noted and ends nothing by itself; a later one does."""
+    """While it is open, SIGTERM only sets `asked`; a later SIGTERM ends the process."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -32,16 +32,16 @@ class Termination:
         self._open = False
 
     def open(self) -> None:
-        """Begin to wait for SIGTERM, unless that is so already."""
+        """Begin to catch SIGTERM, unless it is caught already."""
         if not self._open:
             self.__enter__()
 
     def close(self) -> None:
-        """Wait for SIGTERM no more."""
+        """Catch SIGTERM no more."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Termination:
-        # a handler of the user's own stays: it may checkpoint by itself
+        # a user's own handler stays: it may save a checkpoint itself
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if threading.current_thread() is threading.main_thread() and default:
             self._before = signal.signal(signal.SIGTERM, self._receive)

@@ -21,7 +21,7 @@ from stratagem.servers.loop_session import LoopSession
 from stratagem.servers.server import Server
 from stratagem.servers.session import Session
 from stratagem.servers.ticket_loop import TicketLoader
-from stratagem.training.custom_loop import LossReader
+from stratagem.training.loss_reading import PushWeights
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Served
 from stratagem.wire.collective import Alone
@@ -204,7 +204,7 @@ def test_a_snapshot_brings_newer_values_than_it(join: Any) -> None:
 
 def ticket_loader(session: LoopSession, rows: Any) -> TicketLoader:
     replica = Replica(0, 1, torch.device("cpu"), "worker", Alone(), Membership.alone())
-    return TicketLoader(session, rows, replica, LossReader(replica, None))
+    return TicketLoader(session, rows, replica, PushWeights(grouped=False))
 
 
 def loop(session: LoopSession) -> Iterator[Tensor]:

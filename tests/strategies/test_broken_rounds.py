@@ -1,4 +1,4 @@
-"""Replicas that die, and join, between two meetings, against the formulas in one process."""
+"""Replicas that die and join between two meetings, against the formulas in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.training.broken_round import BrokenRound, LoopRounds, furthest
+from stratagem.training.broken_round import (
+    BrokenRound,
+    LoopRounds,
+    OwnState,
+    RoundProgress,
+    furthest,
+)
 from tests.clock import wait_for
 from tests.codecs.by_hand import Replicas
 from tests.strategies.test_compressed import (
@@ -34,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Interrupted(ByHand):
-    """What travels is thrown away, and comes once more with all that was done since."""
+    """A fragment under way is thrown away, and sent again with all updates since."""
 
     def throw_away(self) -> None:
         if self.travels is not None:
@@ -43,7 +49,7 @@ class Interrupted(ByHand):
 
 
 class Leaving(Interrupted):
-    """The same where replicas leave: at the first meeting after `at` updates."""
+    """The formulas where replicas leave: at the first meeting after `at` updates."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -60,7 +66,7 @@ class Leaving(Interrupted):
 
 
 class Broken(Interrupted):
-    """The same where replicas leave after `at` updates, and those who are left meet, or mix."""
+    """The formulas where replicas leave after `at` updates, and the remaining ones meet or mix."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -84,7 +90,7 @@ class Broken(Interrupted):
 
 
 class Renewed(Broken):
-    """The same where all but the first begin anew: a meeting of one, for all, after `at`."""
+    """The formulas where all but the first begin anew: a meeting of one, after `at`."""
 
     def __init__(self, sync: Any, count: int, at: int) -> None:
         super().__init__(sync, count, at, 1)
@@ -281,7 +287,7 @@ def test_who_is_new_takes_the_weights_of_a_meeting(name: str, at: int) -> None:
 
 
 def test_losses_and_metrics_are_those_of_all_who_are_left() -> None:
-    """Where nothing is learned, every row counts once but those of the dead since the meeting."""
+    """Without learning, every row counts once, except the dead replica's since the meeting."""
 
     def train(made: Any, **options: Any) -> dict[str, Any]:
         with made.scope():
@@ -309,16 +315,18 @@ def test_losses_and_metrics_are_those_of_all_who_are_left() -> None:
 
 
 def test_whose_meeting_counts() -> None:
-    assert furthest([None, [3, 9, 1, 0]]) is None  # the chief had not begun
-    assert furthest([[3, 9, 1, 0], [3, 9, 1, 0], None]) == 0
-    assert furthest([[3, 9, 1, 0], None, [4, 9, 0, 0], [4, 10, 1, 0]]) == 2
+    third = RoundProgress(3, 9, apart=True, can_go_back=False)
+    fourth = third._replace(meetings=4)
+    assert furthest([None, third]) is None  # the chief had not begun
+    assert furthest([third, third, None]) == 0
+    assert furthest([third, None, fourth._replace(apart=False), fourth._replace(updates=10)]) == 2
 
 
 # --- custom loops --------------------------------------------------------------------------------
 
 
 def looped(made: Any, optimizer: Any, see: Callable[[int], None] = lambda seen: None) -> list[Any]:
-    """A loop as users write it; `see` is called as a batch begins."""
+    """A user's loop; `see` is called when a batch begins."""
     module = mlp().double()
     data = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
     model, optimizer, loader = made.prepare(module, optimizer(module.parameters()), data)
@@ -414,21 +422,21 @@ def test_a_replica_that_came_further_goes_back_to_where_the_chief_was() -> None:
     rounds = LoopRounds()
     for meetings, updates in ((0, 1), (0, 2), (1, 3), (1, 4), (1, 5)):
         rounds.keep(_Kept(meetings, updates))
-    assert rounds.own is not None and rounds.own.at == [1, 5]
-    found = {updates: rounds.find([1, updates]) for updates in range(1, 7)}
+    assert rounds.own is not None and rounds.own.at == (1, 5)
+    found = {updates: rounds.find(1, updates) for updates in range(1, 7)}
     assert [updates for updates, mark in found.items() if mark] == [2, 3, 4, 5]
-    assert rounds.find([0, 3]) is None  # it has not held that meeting
+    assert rounds.find(0, 3) is None  # it has not held that meeting
     rounds.keep(_Kept(1, 5))
     rounds._keeper.updates = 6
     rounds.break_off()
-    assert rounds.own.at == [1, 5] and rounds.find([1, 6]) is not None
+    assert rounds.own.at == (1, 5) and rounds.find(1, 6) is not None
 
 
 class _Kept:
-    """A committer with so many updates."""
+    """A committer that has made so many updates and held so many meetings."""
 
     def __init__(self, meetings: int, updates: int) -> None:
         self.meetings, self.updates = meetings, updates
 
     def broken_off(self, before: Any = None) -> BrokenRound:
-        return BrokenRound(self.meetings, self.updates, [0], {}, {}, {}, [], [])
+        return BrokenRound(self.meetings, self.updates, [0], {}, OwnState({}, []), {}, [])

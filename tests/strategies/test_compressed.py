@@ -1,4 +1,4 @@
-"""Compressed all-reduces between real processes, against the formulas in one process."""
+"""Compressed all-reduces between real processes against the formulas in one process."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_on_one_machine_the_chief_keeps_what_it_has() -> None:
 
 
 def cluster_of(count: int, source: str, name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Workers that somebody started, with TF_CONFIG."""
+    """Workers that were started with TF_CONFIG."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
     running = []
     for index in range(count):
@@ -433,7 +433,7 @@ torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
 
 
 def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
-    """Two processes that somebody started, with TF_CONFIG."""
+    """Two processes that were started with TF_CONFIG."""
     running = cluster_of(2, WORKER, "int8", tmp_path)
     assert [each.wait(100) for each in running] == [0, 0]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))

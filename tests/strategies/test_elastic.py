@@ -229,7 +229,7 @@ class Poison:
 
 
 class Mistake:
-    """Raises, which would come again."""
+    """Raises in every try."""
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if current_replica().index:

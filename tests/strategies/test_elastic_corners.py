@@ -77,7 +77,7 @@ class SticksOnce:
 def test_one_that_is_stuck_is_removed(
     tmp_path: Path, kind: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It lives, and its connection answers; the others wait for `Patience(step=)`, and go on."""
+    """A live replica that does not come: the others wait for `Patience(step=)`, and go on."""
     mark = tmp_path / "mark"
     mark.touch()
     devices = [f"cpu:{i}" for i in range(3)]
@@ -288,7 +288,7 @@ CHANGED = (
 def test_the_chief_alone_takes_one_back_that_knows_nothing(
     scripts: Nursery, tmp_path: Path
 ) -> None:
-    """It gets the attributes and switches that callbacks changed before it came."""
+    """A new replica gets the attributes and switches that callbacks have changed."""
     epochs = 40
     cluster = Cluster(scripts, tmp_path, 2)
     source = CHANGED.format(kind=None, least=1, epochs=epochs)

@@ -61,7 +61,7 @@ def source(answer: float) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[torch.Tensor], dict[str, Any], list[float]]:
-    """One device that nothing happens to."""
+    """The reference: one device without a fault."""
     totals: list[float] = []
 
     class Say(sg.callbacks.Callback):
@@ -111,7 +111,7 @@ def check(job: HostJob, expected: Any) -> None:
 
 
 def sizes(job: HostJob, since: float, until: float) -> set[str]:
-    """With how many replicas the chief finished steps meanwhile."""
+    """Return the numbers of replicas with which the chief finished steps meanwhile."""
     lines = [line for when, line in job.tasks[0][-1].lines if since < when < until]
     return {line.rpartition(" ")[2] for line in lines if line.startswith("step")}
 

@@ -186,7 +186,7 @@ def test_checkpoints_besides(tmp_path: Path) -> None:
 
 
 def test_sentences() -> None:
-    """Loops that could not be begun again are told so before they train."""
+    """Loops that could not be begun again are refused before they train."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     data = DataLoader(TensorDataset(*rows()), BATCH)
@@ -219,7 +219,7 @@ def test_sentences() -> None:
 
 
 def test_functions_without_a_loop_are_not_begun_again() -> None:
-    """What they have done before is not known to anybody."""
+    """No replica knows what they had done before."""
     with closing(elastic(count=2)) as strategy, pytest.raises(ReplicaLost):
         strategy.run(_dies)
 

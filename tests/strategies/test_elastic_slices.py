@@ -50,7 +50,7 @@ def prepare_to_die(when: str, file: str) -> None:
 
 
 class Rows(Dataset[Any]):
-    """Rows whose reader dies."""
+    """Rows that kill the process that reads them."""
 
     def __init__(self, when: str, file: Path) -> None:
         self.when, self.file = when, str(file)

@@ -215,7 +215,7 @@ def test_each_replica_has_its_rows(pair: sg.ShardedStrategy) -> None:
 
 
 class Looks(sg.callbacks.Callback):
-    """What callbacks find in the model, and do to it."""
+    """Callbacks that read and change the model."""
 
     def __init__(self, between: bool) -> None:
         self.seen: list[dict[str, Tensor]] = []
@@ -273,7 +273,7 @@ def test_callbacks_between_batches(pair: sg.ShardedStrategy) -> None:
 
 
 def test_one_plain_file(pair: sg.ShardedStrategy, tmp_path: Path) -> None:
-    """What was saved goes on under another strategy, and the other way round."""
+    """A checkpoint is resumed under another strategy, and the other way round."""
     x, y = data(120)
     start = Tied()
     alone = by_hand(start, OPTIMIZERS["adamw"], F.cross_entropy, x, y, batch=40, epochs=6)
@@ -301,7 +301,7 @@ class Single(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Computes with something that is no parameter of its own any more."""
+    """Computes with a tensor that is no longer its parameter."""
 
     def __init__(self) -> None:
         super().__init__()

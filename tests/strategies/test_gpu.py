@@ -175,7 +175,7 @@ def test_nccl_group_of_one() -> None:
 
 
 def test_after_an_abort_a_new_nccl_group_works() -> None:
-    """What an elastic job does when a replica is lost: never a second use of the old one."""
+    """After the loss of a replica an elastic job never uses the old group again."""
     limit = timedelta(seconds=60)
     for generation in range(3):
         store = MeetingStore(Membership.alone(), f"{generation}", limit)

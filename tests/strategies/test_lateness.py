@@ -1,4 +1,4 @@
-"""A replica that lives but does not come is named by those who wait for it."""
+"""A live replica that does not come is named by the replicas that wait for it."""
 
 from __future__ import annotations
 

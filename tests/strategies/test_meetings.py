@@ -1,4 +1,4 @@
-"""Replicas that meet now and then, in real processes, against the formulas in one process."""
+"""Replicas that meet every few updates, in real processes, against the formulas in one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 
 class ByHand:
-    """What the papers say, for `count` replicas in one process."""
+    """The papers' formulas, for `count` replicas in one process."""
 
     def __init__(self, sync: Any, count: int) -> None:
         self.sync, self.count, self.since, self.updates = sync, count, 0, 0
@@ -132,7 +132,7 @@ class ByHand:
         self.unmet[number] *= mix > 0
 
     def meet(self) -> None:
-        """Whatever travels comes back first."""
+        """A fragment under way is met first."""
         if self.travels is not None:
             self.end()
         for number in range(len(self.fragments)):
@@ -242,7 +242,7 @@ def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
 
 
 def uneven() -> tuple[Tensor, Tensor]:
-    """In the first batch no target of the first replica counts, in the third nobody's."""
+    """In the first batch no target of the first replica counts, in the third none at all."""
     x, y = rows(32)
     y[9::3] = y[0:4] = y[16:24] = -100
     return x, y
@@ -480,7 +480,7 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 
 def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
-    """Two processes that somebody started, with TF_CONFIG."""
+    """Two processes that were started with TF_CONFIG."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     running = []
     for index in range(2):
@@ -564,7 +564,7 @@ def left_apart(made: Any) -> None:
 
 
 def test_a_part_that_only_some_have_sent_is_told_in_its_own_call() -> None:
-    """Else the next call would get it: at 4 updates a part is under way, at 3 none is."""
+    """At 4 updates a fragment is under way, which the next call would receive; at 3 none is."""
     with (
         strategy(2, cross_device_ops="ring", sync=sg.DiLoCo(4, overlap=1)) as made,
         pytest.raises(sg.UsageError, match=r"replicas have made \[4, 3\] updates"),

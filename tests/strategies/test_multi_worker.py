@@ -80,7 +80,7 @@ def alone(rows: int = 100, epochs: int = 2) -> nn.Module:
 
 
 class Cluster:
-    """Workers on ports of 127.0.0.1, started when the test wants."""
+    """Workers on ports of 127.0.0.1, which the test starts."""
 
     def __init__(self, scripts: Nursery, where: Path, count: int = 2, name: str = "worker") -> None:
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
@@ -227,7 +227,7 @@ def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_unequal_workers_and_the_death_of_a_follower(two: Cluster, tmp_path: Path) -> None:
-    """One device here, two there. The follower of worker 1 dies: worker 0 is told its name."""
+    """One device here, two there. The follower of worker 1 dies: worker 0 names it."""
     everybody = two.all(
         """
         devices = ["cpu:0", "cpu:1"][: me + 1]
@@ -356,7 +356,7 @@ def test_workers_that_never_come(scripts: Nursery, tmp_path: Path) -> None:
 def test_a_waiting_worker_can_be_ended(
     scripts: Nursery, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """At once, whether it listens (the chief) or knocks (the others)."""
+    """It ends at once, be it the chief, which listens, or a worker, which connects."""
     clusters = [Cluster(scripts, tmp_path, name=f"waits{i}-") for i in range(2)]
     waiting = [
         cluster.start(i, "sg.MultiWorkerMirroredStrategy()") for i, cluster in enumerate(clusters)
@@ -389,7 +389,7 @@ def test_a_wrong_secret_is_refused(two: Cluster) -> None:
 
 
 def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
-    """They would wait for each other at different doors."""
+    """They would wait for each other on different addresses."""
     everybody = two.all(
         ["sg.MultiWorkerMirroredStrategy('ring')", "sg.MultiWorkerMirroredStrategy()"]
     )
@@ -408,7 +408,7 @@ def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
     ],
 )
 def test_workers_with_other_options_are_refused(two: Cluster, option: str, words: str) -> None:
-    """They would add up other bytes, or wait for each other at different doors."""
+    """They would add up different bytes, or wait for each other on different addresses."""
     everybody = two.all(
         [f"sg.MultiWorkerMirroredStrategy({option})", "sg.MultiWorkerMirroredStrategy()"]
     )
@@ -426,7 +426,7 @@ def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_death_while_process_groups_form(two: Cluster, dead: int) -> None:
-    """After everybody came, before the ring is closed."""
+    """It dies after all have arrived, before the ring is closed."""
     die = "from stratagem.training import placement; placement._connect = lambda *a: os._exit(3)"
     ring = "sg.MultiWorkerMirroredStrategy('ring')"
     everybody = [two.start(i, f"{die}\n{ring}" if i == dead else ring) for i in range(2)]
@@ -508,7 +508,7 @@ def test_a_script_fails_between_two_fits(two: Cluster) -> None:
     ],
 )
 def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None:
-    """By the end of its script, or by closing its strategy and doing something else."""
+    """It leaves by the end of its script, or by closing its strategy."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r})
@@ -556,7 +556,7 @@ def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BOTH)
 def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) -> None:
-    """It lives and answers, but is elsewhere; in the end everybody is told, itself included."""
+    """It answers, but does not come; in the end all tasks raise, that task included."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r}, patience=sg.Patience(step=3))

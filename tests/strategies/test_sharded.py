@@ -200,7 +200,7 @@ def test_normalisation_over_the_batch() -> None:
 
 
 def test_one_plain_file(pair: sg.ShardedStrategy, tmp_path: Path) -> None:
-    """What was saved goes on under another strategy, and the other way round."""
+    """A checkpoint is resumed under another strategy, and the other way round."""
     x, y = data(120)
     start = Own()
     alone = by_hand(start, OPTIMIZERS["adamw"], F.cross_entropy, x, y, batch=40, epochs=6)

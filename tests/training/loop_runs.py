@@ -29,7 +29,7 @@ STEPS = -(-ROWS // BATCH)
 
 
 def note(x: Any, log: Path) -> None:
-    """Which rows without noise a loop was given."""
+    """Return the rows, without noise, that a loop was given."""
     known = {float(Rows(0.0, None)[i][0][0]): i for i in range(ROWS)}
     with open(log, "a") as file:
         file.write("".join(f"{known[float(row[0])]}\n" for row in x))
@@ -38,7 +38,7 @@ def note(x: Any, log: Path) -> None:
 def loop(
     on: Any, plan: Any, draws: bool, accumulate: int, log: Path | None, after: int, end: int
 ) -> dict[str, Any]:
-    """What a user writes: everything that a loop may draw, keep and schedule."""
+    """A user's loop, with all that it may draw, keep and schedule."""
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
@@ -83,7 +83,7 @@ def train(
     end: int = signal.SIGKILL,
     **plan: Any,
 ) -> list[dict[str, Any]]:
-    """Train to the end; what came of it on every replica."""
+    """Train to the end; return the result of every replica."""
     saved = sg.Checkpoints(folder, **{"every": 1, **plan})
     found: list[dict[str, Any]] = strategy.run(
         loop, strategy, saved, draws, accumulate, log, after, end

@@ -1,4 +1,4 @@
-"""Gradients of microbatches, added up where they lie: the sum that autograd makes."""
+"""Gradients of microbatches, added up in place, are the sum that autograd makes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_wide_layers_in_a_pipeline(accumulate: int) -> None:
 
 
 class Idle(nn.Linear):
-    """Gives the processor away for a while, as a process does beside others."""
+    """Sleeps for a while, as a process does that shares its core."""
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.05)
@@ -120,7 +120,7 @@ def test_what_others_take_of_the_processor_is_no_cost_of_a_layer() -> None:
 
 
 def test_layers_that_are_alike_cost_the_same() -> None:
-    """So that an even net is split evenly, whatever else runs on the machine."""
+    """Split an even net evenly, whatever else runs on the machine."""
     net = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())))
     net.append(nn.Linear(16, 16, bias=False))
     costs = LayerMeter(trace(net, x := torch.randn(3, 16))).measure([x])

@@ -1,4 +1,4 @@
-"""Compressions begin with a bucket when its gradients are ready, beside the rest of backward."""
+"""A compression of a bucket begins when its gradients are ready, during backward."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def in_buckets(made: Any, size: int) -> tuple[list[torch.Tensor], list[bool]]:
 
 
 def test_a_bucket_is_encoded_while_backward_goes_on() -> None:
-    """What PowerSGD makes of a matrix does not depend on its bucket."""
+    """The result of PowerSGD for a matrix does not depend on its bucket."""
     with strategy(2, cross_device_ops="ring", wire=RECORDS["power"]) as made:
         (parts, early), (others, _) = made.run(in_buckets, made, 256)
         (whole, late), _ = made.run(in_buckets, made, 1 << 20)

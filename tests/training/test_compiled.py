@@ -17,7 +17,7 @@ Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
 
 
 def compiled() -> Any:
-    """Dynamo's graph, run as it is: what a compiler makes of it is torch's affair."""
+    """Run Dynamo's graph as it is, without a compiler."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     return torch.compile(net, backend="eager")
@@ -51,7 +51,7 @@ def fitted(on: sg.Strategy) -> list[Tensor]:
 
 
 def test_jit_compile_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch.compile returns is what trains, and its numbers are those of a loop by hand."""
+    """The result of torch.compile trains, with the numbers of a loop by hand."""
     plain, seen = compiled().get_submodule("_orig_mod"), []
 
     def stand_in(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Cross-device operations by name: who is in which pack, who adds up, what can run where."""
+"""Cross-device operations by name: their packs, their roots, and where they can run."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_nccl_on_cpus_is_refused_by_the_strategy() -> None:
 
 @pytest.mark.timeout(60)
 def test_auto_measures_says_so_and_takes_one(caplog: pytest.LogCaptureFixture) -> None:
-    """Every operation of these replicas is timed; the one named last trains, as one device."""
+    """Every operation is timed; the one named last trains, with the result of one device."""
 
     def sgd(params: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1)

@@ -1,4 +1,4 @@
-"""Custom loops on real replicas: what they may ask for, and what they are told."""
+"""Custom loops on real replicas: their calls, warnings and refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def fresh() -> Iterator[sg.MirroredStrategy]:
-    """Replicas that have been told nothing yet."""
+    """Replicas that have warned of nothing yet."""
     with closing(strategy(2)) as made:
         yield made
 
@@ -232,7 +232,7 @@ def test_the_mean_is_that_of_the_batch(ignored: bool, three: sg.MirroredStrategy
 
 
 def test_a_model_that_one_replica_trains_for_itself(two: sg.MirroredStrategy) -> None:
-    """Before the first step of all: nothing is agreed on with those who know nothing of it."""
+    """One replica's own model before the first common step: it needs no agreement."""
     x, y = data(12)
 
     def train() -> float:
@@ -380,7 +380,7 @@ def test_batchnorm_over_shares_is_told(
 
 
 def test_a_forward_outside_of_the_loop_counts_its_rows_once() -> None:
-    """Every replica puts the same rows through: one device's variance, unbiased by their number."""
+    """With the same rows on all replicas the variance is that of one device."""
     x = data(5)[0].double()
 
     def warm_up(on: sg.Strategy | None) -> Tensor:
@@ -398,7 +398,7 @@ def test_a_forward_outside_of_the_loop_counts_its_rows_once() -> None:
 
 
 def test_fit_is_not_read(two: sg.MirroredStrategy) -> None:
-    """A model that was prepared before stays; the steps of `fit` are none of its loop's."""
+    """A model that was prepared before stays prepared; steps of `fit` are not steps of its loop."""
     x, y = data(20)
 
     def loop() -> nn.Module:

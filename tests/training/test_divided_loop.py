@@ -1,4 +1,4 @@
-"""A loop of one's own through divided layers, beside what `test_staged_loop.py` tries."""
+"""A custom loop through divided layers: what `test_staged_loop.py` does not test."""
 
 from __future__ import annotations
 

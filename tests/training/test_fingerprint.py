@@ -195,7 +195,7 @@ ALIKE = {
 
 
 def test_what_may_differ_and_dice_are_left_alone(pair: Pair, tmp_path: Path) -> None:
-    """In the end the weights of one device, and random numbers as if nobody had asked."""
+    """The weights are those of one device; comparing fingerprints draws no random numbers."""
     cases = "\n".join(
         f"told('case{number}', lambda: {code})" for number, code in enumerate(ALIKE.values())
     )
@@ -243,7 +243,7 @@ def trained() -> nn.Module:
 
 
 def test_replicas_of_a_function_of_ones_own() -> None:
-    """They, too, each make their own data."""
+    """Replicas that run a function make their own data, too."""
 
     def train() -> None:
         split = random_split(TensorDataset(*data(40)), [30, 10])[0]

@@ -1,4 +1,4 @@
-"""Weight gradients written where they are to lie: the same bits, and nobody else's memory."""
+"""Weight gradients computed at home: the same bits, in no other gradient's memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Trainee:
         self.at_home = PlacedGradients(self.module, homes)
 
     def backward(self, x: Tensor, loss: Callable[[Tensor], Tensor] = torch.sum) -> None:
-        """Of both; squared, so that every element of dy is another."""
+        """Run both; the loss is squared, so that all elements of dy differ."""
         with self.at_home.forward():
             found = loss(self.module(x).square())
         with self.at_home.backward():
@@ -47,7 +47,7 @@ class Trainee:
         loss(self.plain(x).square()).backward()  # type: ignore[no-untyped-call]
 
     def check(self) -> list[bool]:
-        """Gradients are equal to the bit; which of them lie at home?"""
+        """Check that gradients are equal to the bit; return which lie at home."""
         for (name, p), q in zip(
             self.module.named_parameters(), self.plain.parameters(), strict=True
         ):
@@ -113,7 +113,7 @@ def test_a_weight_used_twice_has_one_writer() -> None:
 
 
 class Own(nn.Module):
-    """A forward of somebody's own."""
+    """A user's own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def test_tensor_hooks_keep_what_they_were_given() -> None:
 
 
 def test_gradients_that_somebody_else_asks_for_are_theirs() -> None:
-    """A loss that looks at gradients itself, beforehand and in the middle of backward."""
+    """A loss that reads gradients itself, before and in the middle of backward."""
     trainee = Trainee(two_layers)
     found: list[Tensor] = []
 
@@ -282,7 +282,7 @@ def test_nothing_is_left_on_the_layers() -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_replicas_equal_one_device(accumulate: int) -> None:
-    """Layers large enough by themselves, in real processes."""
+    """Layers that are large enough, in real processes."""
     gradient_placement.WORTH = 1 << 16
     torch.manual_seed(1)
     x, y = torch.randn(44, 300), torch.randint(0, 10, (44,))

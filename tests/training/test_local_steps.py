@@ -176,7 +176,7 @@ def test_all_have_the_same_bits_after_a_meeting(batches: Shares, sync: Any) -> N
 
 
 class Streamed:
-    """Parts that are sent, and met some updates later: the paper's formulas, in one process."""
+    """Fragments that are met some updates after they were sent: the formulas, in one process."""
 
     def __init__(self, sync: sg.DiLoCo, count: int) -> None:
         self.sync, self.count, self.since = sync, count, 0
@@ -249,7 +249,7 @@ def streaming(parts: int, pace: int, data: Any) -> sg.DiLoCo:
 def test_parts_that_travel_are_what_the_formula_says(
     batches: Shares, parts: int, pace: int, data: Any
 ) -> None:
-    """With meetings that somebody forces, in the midst of a part's way too."""
+    """With forced meetings, some of them while a fragment is under way."""
     sync = streaming(parts, pace, data)
     forced = data.draw(st.sets(st.integers(0, len(batches) - 1), max_size=2)) | {len(batches) - 1}
     expected = Streamed(sync, len(batches[0]))
@@ -386,7 +386,7 @@ def test_a_forced_meeting_leaves_out_what_has_just_met() -> None:
 
 
 class Sized(NamedTuple):
-    """What stands for a parameter."""
+    """Stands for a parameter."""
 
     size: int
 
@@ -405,7 +405,7 @@ def test_fragments_are_neighbours_and_none_is_empty(sizes: list[int], parts: int
 @few
 @given(st.lists(st.booleans(), min_size=1, max_size=4), st.sampled_from(["ring", "exponential"]))
 def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], graph: str) -> None:
-    """Of five replicas some are left, others come; the last mix is made again on their graph."""
+    """Some of five replicas leave, others join; the last mix is made again on their graph."""
     sync, here = sg.Gossip(graph), [True, *(not each for each in new)]
 
     def leave(circle: Circle) -> Any:
@@ -428,7 +428,7 @@ def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], gr
     found = together(len(here), go_on)
     starts: list[Tensor] = []
     for rank, was_here in enumerate(here):
-        mine = torch.cat([values.reshape(-1) for values in broken[rank].mine.values()])
+        mine = torch.cat([values.reshape(-1) for values in broken[rank].mine.weights.values()])
         starts.append(mine if was_here else starts[-1])
     for rank, (mixed, met) in enumerate(found):
         parts = [weight * starts[r] for r, weight in sync.weights(rank, len(here), 2).items()]
@@ -438,7 +438,7 @@ def test_who_is_new_takes_its_neighbours_weights_and_all_mix(new: list[bool], gr
 
 
 class Left(Streamed):
-    """The same where some leave when a meeting has ended, and the others meet."""
+    """Some replicas leave after a meeting has ended for them; the others hold it."""
 
     def leave(self, left: int, *, forced: bool) -> None:
         if forced and self.travels is None:
@@ -475,7 +475,7 @@ def break_off(committer: LocalUpdates, *, ended: bool) -> None:
 def test_who_has_not_ended_a_meeting_ends_it_as_others_have(
     parts: int, pace: int, data: Any
 ) -> None:
-    """One or two of four die in it. Nobody's updates of the other parts of the model are lost."""
+    """One or two of four die in it. No replica's updates of other fragments are lost."""
     sync = streaming(parts, pace, data)
     ended = data.draw(st.lists(st.booleans(), min_size=2, max_size=3).filter(any))
     updates, rows = data.draw(st.integers(1, 2 * parts * pace)), [2, 1, 3, 1]

@@ -1,4 +1,4 @@
-"""A custom loop that ends at any moment goes on with the next batch, and nobody can tell."""
+"""A custom loop that ends at any moment resumes with the next batch, to the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def check(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The same bits, and of the losses those that were still to come."""
+    """Check that the bits are the same, and the losses are those after the resumption."""
     for mine, whole in zip(found, expected, strict=True):
         losses, before = mine.pop("losses"), dict(whole)
         all_losses = before.pop("losses")
@@ -79,7 +79,7 @@ def test_others_go_on_where_it_was(tmp_path: Path) -> None:
 
 
 class Odd:
-    """What nobody can save."""
+    """Has a state that cannot be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": {1, 2}}
@@ -126,7 +126,7 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(tmp_path: Path) -> None:
 
 
 def test_sentences(tmp_path: Path) -> None:
-    """Loops that could not go on are told so before they train."""
+    """Loops that could not be resumed are refused before they train."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = DataLoader(TensorDataset(torch.ones(4, 2), torch.ones(4, 1)), batch_size=2)

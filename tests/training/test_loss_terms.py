@@ -108,7 +108,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
 
 
 def in_shares(loss: Loss, batch: Rows, sizes: Sequence[int], readers: list[LossReader]) -> Any:
-    """The gradient as replicas with shares of these sizes come to it."""
+    """Compute the gradient as replicas with shares of these sizes do."""
     net, total = model(), sum(sizes)
     notes = torch.zeros(4, dtype=torch.float64)
     added: list[Tensor] = [torch.zeros_like(p) for p in net.parameters()]
@@ -138,7 +138,7 @@ def readers(count: int, reduction: str | None = None) -> list[LossReader]:
     first: list[Any] = []
 
     def gather(told: Any) -> list[Any]:
-        """Any unit is right that all have alike: that of the first who has rows."""
+        """Give all replicas the unit of the first that has rows."""
         if told[0] and not first:
             first.append(told)
         return [*first, [[], told[1]]] if first else [told]

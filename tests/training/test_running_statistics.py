@@ -1,4 +1,4 @@
-"""Running statistics in loops of one's own: the mean over replicas, whichever loader ends."""
+"""Running statistics in custom loops: the mean over replicas, whichever loader ends."""
 
 from __future__ import annotations
 

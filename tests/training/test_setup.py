@@ -1,4 +1,4 @@
-"""What becomes of a module's own buffers on several replicas."""
+"""A module's own buffers on several replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps are made of is counted where it happens, and costs next to nothing."""
+"""The parts of a step's time are counted where they occur, at almost no cost."""
 
 from __future__ import annotations
 

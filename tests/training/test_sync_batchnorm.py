@@ -1,4 +1,4 @@
-"""Synchronised layers of a model in use: copied, averaged, saved, left behind by a failure."""
+"""Synchronised layers of a model in use: copied, averaged, saved, abandoned after a failure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether every layer is of torch's own types and has nothing of ours about it."""
+    """Whether every layer is of torch's own types, without attributes of this package."""
     return all(
         type(layer) in (nn.Sequential, nn.Linear, nn.BatchNorm1d) and "forward" not in vars(layer)
         for layer in module.modules()
@@ -62,7 +62,7 @@ def fitted(on: sg.Strategy, module: nn.Module, *callbacks: sg.callbacks.Callback
 
 @pytest.fixture
 def replica() -> Iterator[Replica]:
-    """One of two, as far as layers can tell."""
+    """A replica that is one of two for its layers."""
     lone = current_replica()
     made = Replica(0, 2, lone.device, "replica 0", Alone(), lone.membership)
     be(made)
@@ -111,7 +111,7 @@ def test_taken_back_once_or_twice(replica: Replica) -> None:
 
 
 def test_a_layer_is_itself_where_no_replica_runs(replica: Replica) -> None:
-    """As after Ctrl-C in mid-training: nobody answers there."""
+    """As after Ctrl-C in mid-training, when no peer answers."""
     x, _ = data(10)
     module, alone = net(), net()
     sync_batchnorm.install(module, replica)
