@@ -27,6 +27,7 @@ from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.waiting import FIRST, Wait, say_missing
 from stratagem.errors import ClusterError, StratagemError
+from stratagem.launch.cli import declare
 from stratagem.launch.probe import (
     CheckRow,
     Speed,
@@ -189,21 +190,17 @@ def check(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem check`."""
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="JSON: the cluster, or all that TF_CONFIG holds; else the environment is read",
-    )
-    parser.add_argument("--task", metavar="ROLE:N", help="this machine's task, as worker:1")
-    parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="seconds to try for")
-    parser.add_argument(
-        "--megabytes", type=float, default=16.0, metavar="M", help="sent each way to measure"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen on a network without STRATAGEM_SECRET"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="the table for programs; stratagem plan --network reads it"
+    declare(
+        parser,
+        (
+            "--cluster FILE",
+            "JSON: the cluster, or all that TF_CONFIG holds; else the environment is read",
+        ),
+        ("--task ROLE:N", "this machine's task, as worker:1"),
+        ("--wait S", "seconds to try for", float, 30.0),
+        ("--megabytes M", "sent each way to measure", float, 16.0),
+        ("--insecure", "listen on a network without STRATAGEM_SECRET"),
+        ("--json FILE", "the table for programs; stratagem plan --network reads it"),
     )
 
 

@@ -51,6 +51,31 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
+#: a flag and its METAVAR, if it takes a value; the help; a reader (`str`); a default
+Option = tuple[str, str] | tuple[str, str, Any] | tuple[str, str, Any, Any]
+
+
+def declare(parser: argparse.ArgumentParser, *options: Option) -> None:
+    """Declare options, a row each; one without a METAVAR is a switch, a list may be repeated."""
+    for flag, text, *more in options:
+        name, _, metavar = flag.partition(" ")
+        read, default = more[0] if more else str, more[1] if len(more) > 1 else None
+        if not metavar:
+            default = default if len(more) > 1 else False
+            parser.add_argument(name, action="store_true", default=default, help=text)
+        elif read is list:
+            parser.add_argument(name, action="append", metavar=metavar, default=default, help=text)
+        else:
+            parser.add_argument(name, type=read, metavar=metavar, default=default, help=text)
+
+
+def declare_script(parser: argparse.ArgumentParser) -> None:
+    """Declare a script or -m and a module, which take all that follows: their own options, too."""
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, metavar="module", help="run a module")
+    parser.add_argument("script", nargs=rest, help="a Python script and its arguments")
+
+
 def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
     """A script, or -m and a module, with its arguments; `example`: how a command could begin."""
     if getattr(args, "module", None) is not None:

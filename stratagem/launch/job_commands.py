@@ -9,6 +9,7 @@ import sys
 import time
 
 from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.cli import declare
 from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder, JobState, LogReader, jobs_home
 from stratagem.launch.output import Sink, wants_colour
@@ -122,16 +123,14 @@ class LogsCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Declare the options of `stratagem logs`."""
-        add = parser.add_argument
         _add_job(parser)
-        add(
-            "--follow",
-            action="store_true",
-            help="go on until the job has ended, and exit as it did",
+        declare(
+            parser,
+            ("--follow", "go on until the job has ended, and exit as it did"),
+            ("--task TASK", "one task alone: 'worker 1'"),
+            ("--times", "with the time of each line"),
+            ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
         )
-        add("--task", metavar="TASK", help="one task alone: 'worker 1'")
-        add("--times", action="store_true", help="with the time of each line")
-        add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
 
     @staticmethod
     def main(args: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import check_outputs, script_words, whole
+from stratagem.launch.cli import check_outputs, declare, script_words, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
@@ -42,52 +42,46 @@ _LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem plan`."""
-    add = parser.add_argument
     parser.usage = "%(prog)s [options] train.py [args...]"
-    add("--link", metavar="RATE", help=f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})")
-    add("--latency", metavar="TIME", help=f"between hosts, one way: 50us, 2ms ({_LATENCY})")
-    add("--network", metavar="FILE", help="what stratagem check --json saw, instead of both")
-    add("--hosts", type=whole(1), metavar="H", help=f"how many there could be ({_HOSTS})")
-    add(
-        "--gpus-per-host",
-        type=whole(1),
-        metavar="G",
-        help="devices of each host, CPU replicas "
-        "where there is no GPU (as many as this machine has)",
+    declare(
+        parser,
+        ("--link RATE", f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})"),
+        ("--latency TIME", f"between hosts, one way: 50us, 2ms ({_LATENCY})"),
+        ("--network FILE", "what stratagem check --json saw, instead of both"),
+        ("--hosts H", f"how many there could be ({_HOSTS})", whole(1)),
+        (
+            "--gpus-per-host G",
+            "devices of each host, CPU replicas where there is no GPU (as many as this machine "
+            "has)",
+            whole(1),
+        ),
+        ("--local RATE", "between devices of a host: 300GB/s (measured)"),
+        ("--memory SIZE", "of each device: 16GB (what is here)"),
+        ("--max N", "the most replicas to plan for (all)", whole(1)),
+        (
+            "--batch B",
+            "examples that a replica computes at once (what the script gives to each)",
+            whole(1),
+        ),
+        ("--quick", "do not measure replicas of this machine at once"),
     )
-    add("--local", metavar="RATE", help="between devices of a host: 300GB/s (measured)")
-    add("--memory", metavar="SIZE", help="of each device: 16GB (what is here)")
-    add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
-    add(
-        "--batch",
-        type=whole(1),
-        metavar="B",
-        help="examples that a replica computes at once (what the script gives to each)",
+    earlier = "what an earlier --json has measured, instead of running a script"
+    parser.add_argument("--from", dest="earlier", metavar="FILE", help=earlier)
+    declare(
+        parser,
+        (
+            "--rows",
+            "throughput, speedup and efficiency, one row each, instead of the table of speedups",
+        ),
+        ("--json FILE", "everything, for programs"),
+        ("--html FILE", "a page with the figures under the pointer"),
+        ("--png FILE", "a picture (needs the extra plots)"),
+        ("--lossy", "also compressions: what they gain, or that none pays"),
+        ("--validate", "run what fits on this machine, and compare"),
+        ("--rounds N", "of --validate, in turns; the median counts (3)", whole(1)),
     )
-    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
-    add(
-        "--from",
-        dest="earlier",
-        metavar="FILE",
-        help="what an earlier --json has measured, instead of running a script",
-    )
-    add(
-        "--rows",
-        action="store_true",
-        help="throughput, speedup and efficiency, one row each, instead of the table of speedups",
-    )
-    add("--json", metavar="FILE", help="everything, for programs")
-    add("--html", metavar="FILE", help="a page with the figures under the pointer")
-    add("--png", metavar="FILE", help="a picture (needs the extra plots)")
-    add("--lossy", action="store_true", help="also compressions: what they gain, or that none pays")
-    add("--validate", action="store_true", help="run what fits on this machine, and compare")
-    add(
-        "--rounds",
-        type=whole(1),
-        metavar="N",
-        help="of --validate, in turns; the median counts (3)",
-    )
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+    script = "a Python script and its arguments"
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=script)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from pathlib import Path
 from stratagem.cluster.parsing import MAX_PORT
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ClusterError, UsageError
-from stratagem.launch.cli import below, script_words, whole
+from stratagem.launch.cli import below, declare, declare_script, script_words, whole
 from stratagem.launch.local_job import Job, launch
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 from stratagem.training.termination import EXIT_CODE
@@ -160,81 +160,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [options] train.py [args...]\n       %(prog)s [options] -m module [args...]"
     )
-    _add_tasks(parser)
-    _add_failures(parser)
-    add = parser.add_argument
-    add(
-        "--record",
-        metavar="DIR",
-        help="have every task write its figures into DIR, a line a second, for `stratagem top` "
-        "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+    declare(
+        parser,
+        (
+            "--replicas N",
+            "N workers of one GPU each (or the CPU); where there are fewer GPUs, several share one",
+            whole(1),
+        ),
+        (
+            "--workers W",
+            "W workers, which divide the GPUs among them (1 if neither this nor --replicas is "
+            "given)",
+            whole(1),
+        ),
+        ("--ps P", "P parameter servers besides", whole(0), 0),
+        ("--evaluator", "an evaluator besides"),
+        (
+            "--port BASE",
+            "the tasks listen at BASE, BASE + 1, ... (else at ports that are free)",
+            whole(1),
+        ),
+        (
+            "--gpu-memory LIMIT",
+            "what each task may take of a GPU: 8GiB, 50%% or 0.5 (handed on as "
+            "STRATAGEM_GPU_MEMORY)",
+            _limit,
+        ),
+        (
+            "--grace SECONDS",
+            "for the other tasks to end after one has failed, or after Ctrl-C (5)",
+            below(1e6, "a number of seconds"),
+            5.0,
+        ),
+        ("--restarts N", "start the job again up to N times after a failure (0)", whole(0), 0),
+        (
+            "--task-restarts N",
+            "start tasks that were killed again, up to N times in all, while the others go on: "
+            "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
+            whole(0),
+            0,
+        ),
+        (
+            "--record DIR",
+            "have every task write its figures into DIR, a line a second, for `stratagem top` "
+            "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+        ),
+        ("--traceback", "whole tracebacks, with the lines of stratagem"),
+        ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
     )
-    add("--traceback", action="store_true", help="whole tracebacks, with the lines of stratagem")
-    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
-    # Both take all that follows: options after the script are the script's own.
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
-
-
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Declare which tasks are started, and what each may take."""
-    add = parser.add_argument
-    add(
-        "--replicas",
-        type=whole(1),
-        metavar="N",
-        help="N workers of one GPU each (or the CPU); "
-        "where there are fewer GPUs, several share one",
-    )
-    add(
-        "--workers",
-        type=whole(1),
-        metavar="W",
-        help="W workers, which divide the GPUs among "
-        "them (1 if neither this nor --replicas is given)",
-    )
-    add("--ps", type=whole(0), default=0, metavar="P", help="P parameter servers besides")
-    add("--evaluator", action="store_true", help="an evaluator besides")
-    add(
-        "--port",
-        type=whole(1),
-        metavar="BASE",
-        help="the tasks listen at BASE, BASE + 1, ... (else at ports that are free)",
-    )
-    add(
-        "--gpu-memory",
-        type=_limit,
-        metavar="LIMIT",
-        help="what each task may take of a GPU: "
-        "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)",
-    )
-
-
-def _add_failures(parser: argparse.ArgumentParser) -> None:
-    """Declare what happens when a task fails."""
-    add = parser.add_argument
-    add(
-        "--grace",
-        type=below(1e6, "a number of seconds"),
-        default=5.0,
-        metavar="SECONDS",
-        help="for the other tasks to end after one has failed, or after Ctrl-C (5)",
-    )
-    add(
-        "--restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start the job again up to N times after a failure (0)",
-    )
-    add(
-        "--task-restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start tasks that were killed again, up to N times in all, while the others go on: "
-        "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
-    )
+    declare_script(parser)
 
 
 def main(args: argparse.Namespace) -> int:

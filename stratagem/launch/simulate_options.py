@@ -11,7 +11,7 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import declare, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.spread import Spread
@@ -23,39 +23,28 @@ _OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "w
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what workers send that all-reduce, and when; and the options of pipelines."""
-    add = parser.add_argument
-    add(
-        "--wire",
-        metavar="RECORD",
-        help="--servers 0: what gradients travel as: bfloat16, Int8, 'TopK(0.01)', Sign (they are "
-        "sent whole)",
-    )
-    add(
-        "--sync",
-        metavar="RECORD",
-        help="--servers 0: when workers meet: 'LocalSteps(20)', 'DiLoCo(20, fragments=4)', Gossip "
-        "(every step)",
-    )
-    add("--stages", type=whole(1), metavar="S", help="a pipeline of so many, instead of workers")
-    add("--microbatches", type=whole(1), default=8, metavar="M", help="--stages: of a batch (8)")
-    add(
-        "--schedule",
-        default="1f1b",
-        metavar="NAME",
-        help="--stages: gpipe, 1f1b, eager, interleaved",
-    )
-    add(
-        "--crossing",
-        default="1MB",
-        metavar="SIZE",
-        help="--stages: of a batch at each cut, and as much backward (1MB)",
-    )
-    add(
-        "--slow-link",
-        action="append",
-        default=[],
-        metavar="STAGE:RATE",
-        help="--stages: of the link behind a stage, as 1:100Mbit",
+    declare(
+        parser,
+        (
+            "--wire RECORD",
+            "--servers 0: what gradients travel as: bfloat16, Int8, 'TopK(0.01)', Sign (they are "
+            "sent whole)",
+        ),
+        (
+            "--sync RECORD",
+            "--servers 0: when workers meet: 'LocalSteps(20)', 'DiLoCo(20, fragments=4)', Gossip "
+            "(every step)",
+        ),
+        ("--stages S", "a pipeline of so many, instead of workers", whole(1)),
+        ("--microbatches M", "--stages: of a batch (8)", whole(1), 8),
+        ("--schedule NAME", "--stages: gpipe, 1f1b, eager, interleaved", str, "1f1b"),
+        (
+            "--crossing SIZE",
+            "--stages: of a batch at each cut, and as much backward (1MB)",
+            str,
+            "1MB",
+        ),
+        ("--slow-link STAGE:RATE", "--stages: of the link behind a stage, as 1:100Mbit", list, []),
     )
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import script_words, whole
+from stratagem.launch.cli import declare, declare_script, script_words, whole
 from stratagem.launch.engines.engine import ENGINES, engine
 from stratagem.launch.job_commands import follow
 from stratagem.launch.job_folder import JobFolder, JobRequest
@@ -76,29 +76,24 @@ _ENGINES_OWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem submit`."""
-    add = parser.add_argument
     parser.usage = (
         "%(prog)s --on ENGINE [options] train.py [args...]\n"
         "       %(prog)s --on ENGINE [options] -m module [args...]"
     )
     for name, (kind, metavar, text) in _OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            add(flag, action="store_true", default=None, help=text)
-        elif kind is list:
-            add(flag, action="append", metavar=metavar, help=text)
-        else:
-            read: Any = whole(int(name == "workers")) if kind is int else str
-            add(flag, type=read, metavar=metavar, help=text)
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what would be sent, to the byte but for the secret and values of --env; "
-        "send nothing",
+        plain = {bool: bool, int: whole(int(name == "workers")), list: list}
+        flag = f"--{name.replace('_', '-')} {metavar}".rstrip()
+        declare(parser, (flag, text, plain.get(kind, str), None))
+    declare(
+        parser,
+        (
+            "--dry-run",
+            "print what would be sent, to the byte but for the secret and values of --env; send "
+            "nothing",
+        ),
+        ("--follow", "show what tasks print, to the end; exit as the job"),
     )
-    add("--follow", action="store_true", help="show what tasks print, to the end; exit as the job")
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+    declare_script(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import declare, whole
 from stratagem.launch.run import command
 from stratagem.launch.submit import settings_of
 from stratagem.launch.sweep_folder import (
@@ -45,32 +45,26 @@ def _slots(text: str) -> int | None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--metric", metavar="NAME:max", help="what is best: val_accuracy:max, val_loss:min")
-    add("--trials", type=whole(1), metavar="N", help="how many (10; of a grid all)")
-    add("--keep", type=whole(0), metavar="K", help="how many models stay on disk (3)")
-    add("--sampler", choices=SAMPLERS, help="random, grid or tpe (random)")
-    add("--seed", type=whole(0), metavar="S", help="of the sampler (0)")
-    add(
-        "--replicas-per-trial",
-        dest="replicas",
-        type=whole(1),
-        metavar="R",
-        help="devices of one trial (1)",
+    declare(
+        parser,
+        ("--metric NAME:max", "what is best: val_accuracy:max, val_loss:min"),
+        ("--trials N", "how many (10; of a grid all)", whole(1)),
+        ("--keep K", "how many models stay on disk (3)", whole(0)),
     )
-    add(
-        "--slots",
-        type=_slots,
-        metavar="N",
-        help="trials at a time; auto: as many as there are devices for (auto)",
+    parser.add_argument("--sampler", choices=SAMPLERS, help="random, grid or tpe (random)")
+    declare(
+        parser,
+        ("--seed S", "of the sampler (0)", whole(0)),
+        ("--replicas-per-trial R", "devices of one trial (1)", whole(1)),
+        ("--slots N", "trials at a time; auto: as many as there are devices for (auto)", _slots),
+        ("--prune", "end trials that are far behind", bool, None),
+        ("--on ENGINE", "each trial is a job: slurm, ssh or ray (this machine)"),
+        ("--workers W", "of each such job (1)", whole(1)),
+        ("--gpus-per-worker G", "of each such job (0)", whole(0)),
+        ("--hosts LIST", "as for stratagem submit (ssh)"),
+        ("--out DIR", "the sweep's folder (runs/sweep-SCRIPT)"),
+        ("--resume", "go on with the sweep of that folder"),
     )
-    add("--prune", action="store_const", const=True, help="end trials that are far behind")
-    add("--on", metavar="ENGINE", help="each trial is a job: slurm, ssh or ray (this machine)")
-    add("--workers", type=whole(1), metavar="W", help="of each such job (1)")
-    add("--gpus-per-worker", type=whole(0), metavar="G", help="of each such job (0)")
-    add("--hosts", metavar="LIST", help="as for stratagem submit (ssh)")
-    add("--out", metavar="DIR", help="the sweep's folder (runs/sweep-SCRIPT)")
-    add("--resume", action="store_const", const=True, help="go on with the sweep of that folder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +164,8 @@ def _settings(
     """What is asked for; what is not said is as it was begun."""
     if begun is not None and not words:
         _check_place(begun)
-        said = {name: vars(args)[name] for name in ("keep", "replicas", "sampler", "seed", "prune")}
+        said = {name: vars(args)[name] for name in ("keep", "sampler", "seed", "prune")}
+        said["replicas"] = args.replicas_per_trial
         said["submit"] = _submit(args) or None
         if args.metric:
             said["metric"], said["larger"] = read_metric(args.metric)
@@ -194,7 +189,7 @@ def _submit(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given and "on" not in given:
         raise UsageError("where to? As in: --on slurm, with --workers, --gpus-per-worker, --hosts")
-    if given and args.replicas:
+    if given and args.replicas_per_trial:
         raise UsageError(
             f"a job on {given['on']} has workers: say --workers and --gpus-per-worker instead of "
             "--replicas-per-trial"
@@ -227,7 +222,7 @@ def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
         larger=larger,
         trials=1,
         keep=3 if args.keep is None else args.keep,
-        replicas=args.replicas or 1,
+        replicas=args.replicas_per_trial or 1,
         sampler=args.sampler or "random",
         seed=args.seed or 0,
         prune=bool(args.prune),

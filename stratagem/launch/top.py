@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stratagem.errors import UsageError
 from stratagem.figures.run_folder import Line, RunFolder, RunTask, State, find
+from stratagem.launch.cli import declare
 
 #: of a line, and what each is called and means for Prometheus
 _GAUGES = {
@@ -179,16 +180,19 @@ _PAUSE = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem top`."""
-    add = parser.add_argument
-    add("run", nargs="?", metavar="RUN", help="the run's folder (the newest in runs/)")
-    add("--once", action="store_true", help="one table, and no more")
-    add(
-        "--prometheus",
-        metavar="[HOST:]PORT",
-        help="serve the figures for Prometheus; on 127.0.0.1 unless a host is named",
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="the run's folder (the newest in runs/)"
     )
-    add("--tensorboard", metavar="DIR", help="write the figures into DIR for TensorBoard")
-    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
+    declare(
+        parser,
+        ("--once", "one table, and no more"),
+        (
+            "--prometheus [HOST:]PORT",
+            "serve the figures for Prometheus; on 127.0.0.1 unless a host is named",
+        ),
+        ("--tensorboard DIR", "write the figures into DIR for TensorBoard"),
+        ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
+    )
 
 
 def main(args: argparse.Namespace) -> int:
