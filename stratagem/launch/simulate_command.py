@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
 from stratagem.launch import simulate_options
-from stratagem.launch.cli import below, check_outputs, declare, whole
+from stratagem.launch.cli import Option, below, check_outputs, declare, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.scenario import Fault, Overhead, Scenario, SimulatedRun
@@ -35,73 +35,76 @@ if TYPE_CHECKING:
 _SPREADS = "constant, exponential:LEAST, lognormal:SIGMA, pareto:SHAPE or trace:FILE"
 
 
+#: options of a training by workers, with servers or without
+_WORKERS: tuple[Option, ...] = (
+    # who computes, what, and how fast
+    ("--workers N", "how many compute (8)", whole(1), 8),
+    ("--servers K", "parameter servers; 0: the workers all-reduce (1)", whole(0), 1),
+    (
+        "--steps T",
+        "global batches; asynchronous: gradients of each worker, on average (200)",
+        whole(1),
+        200,
+    ),
+    (
+        "--compute TIME",
+        "of one gradient, on average, stragglers apart; a trace has times of its own (100ms)",
+        str,
+        "100ms",
+    ),
+    ("--spread KIND", f"{_SPREADS} (constant)", str, "constant"),
+    ("--stragglers PART:TIMES", "0.02:10: every 50th step ten times as slow"),
+    ("--slow WORKER:TIMES", "always that slow", list, []),
+    ("--bytes SIZE", "of a gradient, and of the values (100MB)", str, "100MB"),
+    ("--update TIME", "of one optimizer step, on one server (0)", str, "0ms"),
+    (
+        "--overlap PART",
+        "of the computation beside which gradients travel: 0.6 (0)",
+        below(1.0, "a part, from 0 to less than 1"),
+        0.0,
+    ),
+    # what messages cost
+    ("--link RATE", "of each host, each way (10Gbit)", str, "10Gbit"),
+    ("--latency TIME", "one way (50us)", str, "50us"),
+    ("--per-host G", "workers behind one link (1)", whole(1), 1),
+    (
+        "--overhead TIMES",
+        "of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here "
+        "and now (none)",
+        str,
+        "none",
+    ),
+    # who waits for whom, and what goes wrong
+    ("--asynchronous", "nobody waits for the others"),
+    ("--spares B", "late ones not waited for (0)", whole(0), 0),
+    ("--bound S", "asynchronous, but at most S steps ahead", whole(0)),
+    ("--buffer K", "asynchronous: K gradients make an update (1)", whole(1), 1),
+    (
+        "--faults F",
+        "kills, stalls and cuts, by chance, in the time that the work takes without them (0)",
+        whole(0),
+        0,
+    ),
+    (
+        "--elastic",
+        "without servers: the others go on when a worker is killed, and with one that joins",
+    ),
+    (
+        "--regroup TIME",
+        "--elastic: until those who are here have come together again (400ms)",
+        str,
+        "400ms",
+    ),
+    (
+        "--standby TIME",
+        "--elastic on one machine: until a process stands by for each, again after a kill",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem simulate`."""
-    declare(
-        parser,
-        # who computes, what, and how fast
-        ("--workers N", "how many compute (8)", whole(1), 8),
-        ("--servers K", "parameter servers; 0: the workers all-reduce (1)", whole(0), 1),
-        (
-            "--steps T",
-            "global batches; asynchronous: gradients of each worker, on average (200)",
-            whole(1),
-            200,
-        ),
-        (
-            "--compute TIME",
-            "of one gradient, on average, stragglers apart; a trace has times of its own (100ms)",
-            str,
-            "100ms",
-        ),
-        ("--spread KIND", f"{_SPREADS} (constant)", str, "constant"),
-        ("--stragglers PART:TIMES", "0.02:10: every 50th step ten times as slow"),
-        ("--slow WORKER:TIMES", "always that slow", list, []),
-        ("--bytes SIZE", "of a gradient, and of the values (100MB)", str, "100MB"),
-        ("--update TIME", "of one optimizer step, on one server (0)", str, "0ms"),
-        (
-            "--overlap PART",
-            "of the computation beside which gradients travel: 0.6 (0)",
-            below(1.0, "a part, from 0 to less than 1"),
-            0.0,
-        ),
-        # what messages cost
-        ("--link RATE", "of each host, each way (10Gbit)", str, "10Gbit"),
-        ("--latency TIME", "one way (50us)", str, "50us"),
-        ("--per-host G", "workers behind one link (1)", whole(1), 1),
-        (
-            "--overhead TIMES",
-            "of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here "
-            "and now (none)",
-            str,
-            "none",
-        ),
-        # who waits for whom, and what goes wrong
-        ("--asynchronous", "nobody waits for the others"),
-        ("--spares B", "late ones not waited for (0)", whole(0), 0),
-        ("--bound S", "asynchronous, but at most S steps ahead", whole(0)),
-        ("--buffer K", "asynchronous: K gradients make an update (1)", whole(1), 1),
-        (
-            "--faults F",
-            "kills, stalls and cuts, by chance, in the time that the work takes without them (0)",
-            whole(0),
-            0,
-        ),
-        (
-            "--elastic",
-            "without servers: the others go on when a worker is killed, and with one that joins",
-        ),
-        (
-            "--regroup TIME",
-            "--elastic: until those who are here have come together again (400ms)",
-            str,
-            "400ms",
-        ),
-        (
-            "--standby TIME",
-            "--elastic on one machine: until a process stands by for each, again after a kill",
-        ),
-    )
+    declare(parser, *_WORKERS)
     simulate_options.add_arguments(parser)
     declare(
         parser,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from rich.table import Table
 
 from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
+from stratagem.plan.advice import constructor
 from stratagem.plan.choose import Plan
 from stratagem.plan.configuration import (
     CENTRAL,
-    COLUMNS,
-    MESH,
     MIRRORED,
-    PIPELINE,
     SERVERS,
     SHARDED,
     TENSOR,
@@ -34,7 +33,7 @@ from stratagem.plan.configuration import (
 )
 from stratagem.plan.cost import predict
 from stratagem.plan.measure import batch_of
-from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.rules.updates import Asynchronous, LowerRate, Synchronous
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.strategies.central_storage import CentralStorageStrategy
 from stratagem.strategies.mesh import Mesh
@@ -112,7 +111,8 @@ def _measured(
     rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
     steps *= each.replicas if each.asynchronous else 1
     batch = batch_of(trial, rows, torch.device("cpu"))
-    with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
+    made = _strategy(each, plan.profile.device)
+    with closing(made) as strategy, _threads(plan, each):
         rate = train(strategy, batch, steps)
     return each.counted * plan.profile.batch / rate
 
@@ -155,32 +155,23 @@ def _divides(cfg: Configuration, n: int) -> bool:
     return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
 
 
-@contextmanager
-def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
-    names = [f"{device}:{i}" for i in range(cfg.per_host)]
-    rule: Any = Asynchronous() if cfg.asynchronous else Synchronous(spares=cfg.spares)
-    made: Strategy
-    if cfg.strategy == SERVERS:
-        cluster = LocalCluster(workers=cfg.per_host, ps=cfg.servers)
-        made = ParameterServerStrategy(cluster, updates=rule, devices=names)
-    elif cfg.strategy == CENTRAL:
-        made = CentralStorageStrategy(names, updates=rule)
-    elif cfg.strategy == SHARDED:
-        made = ShardedStrategy(names)
-    elif cfg.strategy == TENSOR:
-        made = TensorParallelStrategy(names)
-    elif cfg.strategy == MESH:
-        made = Mesh(cfg.rows, cfg.depth, microbatches=cfg.microbatches, schedule=cfg.schedule)
-    elif cfg.schedule == COLUMNS:
-        made = PipelineStrategy(names, columns=cfg.microbatches)
-    elif cfg.strategy == PIPELINE:
-        made = PipelineStrategy(names, microbatches=cfg.microbatches, schedule=cfg.schedule)
-    else:
-        made = MirroredStrategy(names)
-    try:
-        yield made
-    finally:
-        made.close()
+#: names in the code that the plan prints
+_NAMES = SimpleNamespace(
+    **{
+        each.__name__: each
+        for each in (
+            *(CentralStorageStrategy, Mesh, MirroredStrategy, ParameterServerStrategy),
+            *(PipelineStrategy, ShardedStrategy, TensorParallelStrategy),
+            *(Asynchronous, LocalCluster, LowerRate, Synchronous),
+        )
+    }
+)
+
+
+def _strategy(cfg: Configuration, device: str) -> Strategy:
+    """Make the strategy by the code that the plan prints, which names the devices here."""
+    made: Strategy = eval(constructor(cfg, device, per_host=0), {"sg": _NAMES})
+    return made
 
 
 @contextmanager
