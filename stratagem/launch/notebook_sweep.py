@@ -24,20 +24,14 @@ from stratagem.launch.sweep_folder import (
     SAMPLERS,
     SweepFolder,
     SweepSettings,
+    SweepTrial,
+    best_first,
     count_trials,
     read_axis,
     read_metric,
+    value_of,
 )
 from stratagem.launch.trial_places import trial_places
-
-
-def value_of(text: str) -> Any:
-    """A number if it is one; else the text."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, int | float) else text
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -64,17 +58,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 Space = Mapping[str, str | Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class SweepTrial:
-    """One trial of a sweep: `value` is None unless it is done."""
-
-    number: int
-    params: dict[str, Any]
-    state: str
-    value: float | None
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -203,18 +186,9 @@ def _run(
         folder.unlock()
     if loop.stopped is not None:
         raise KeyboardInterrupt(f"the sweep goes on with resume=True: {folder.path}")
-    made = {
-        each.number: SweepTrial(
-            each.number,
-            {name: value_of(str(value)) for name, value in each.params.items()},
-            each.state,
-            each.value,
-            folder.trial(each.number),
-        )
-        for each in loop.study.ended()
-    }
-    ranked = [made[each.number] for each in loop.study.ranked()]
-    return SweepResult(settings.metric, list(made.values()), ranked, folder.path)
+    trials = loop.study.ended()
+    ranked = best_first(trials, settings.larger)
+    return SweepResult(settings.metric, trials, ranked, folder.path)
 
 
 def _words(train: Callable[..., Any], space: Space) -> tuple[str, ...]:

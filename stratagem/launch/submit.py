@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       %(prog)s --on ENGINE [options] -m module [args...]"
     )
     for name, (kind, metavar, text) in _OPTIONS.items():
-        plain = {bool: bool, int: whole(int(name == "workers")), list: list}
+        plain: Any = {bool: bool, int: whole(int(name == "workers")), list: list}
         flag = f"--{name.replace('_', '-')} {metavar}".rstrip()
         declare(parser, (flag, text, plain.get(kind, str), None))
     declare(

@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import MODEL
@@ -245,6 +245,41 @@ def check_flags(script: Path, axes: Sequence[Axis]) -> None:
                 f"{script.name} has no flag {axis.flag}, so a range for it changes nothing; add "
                 f'it to the script: parser.add_argument("{axis.flag}"), and read it there'
             )
+
+
+def value_of(text: str) -> Any:
+    """The number that a text stands for, True or False; else the text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, int | float) else text
+
+
+@dataclass
+class SweepTrial:
+    """One trial of a sweep: runs, done, failed or pruned; `value` is its metric if it is done."""
+
+    number: int
+    flags: Mapping[str, str]
+    folder: Path
+    state: str = "runs"
+    value: float | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The flags as keyword arguments."""
+        return {flag.removeprefix("--"): value_of(text) for flag, text in self.flags.items()}
+
+
+Trial = TypeVar("Trial", bound=SweepTrial)
+
+
+def best_first(trials: Iterable[Trial], larger: bool) -> list[Trial]:
+    """The complete trials, the best first; of equals the first."""
+    sign = -1.0 if larger else 1.0
+    done = [each for each in trials if each.state == "done"]
+    return sorted(done, key=lambda each: (sign * (each.value or 0.0), each.number))
 
 
 LOG = "log"

@@ -49,7 +49,7 @@ class SweepLoop:
         """`options` are those of the command, for one that is spelt wrong; `jobs`: where trials run
         that are not to run here."""
         self._settings, self._folder, self._options = settings, folder, options
-        self.study = SweepStudy(settings, folder.journal)
+        self.study = SweepStudy(settings, folder)
         self._places, self._jobs = list(slots), jobs
         self._todo = self.study.unfinished()
         self._again = set(self._todo)
@@ -62,9 +62,7 @@ class SweepLoop:
     def run(self) -> None:
         """Return when every trial has ended, or a signal has ended them; `stopped` is that."""
         for each in self.study.ended():
-            flags = self.study.flags(each.number)
-            row = TrialRow(each.number, flags, each.state, value=each.value)
-            self.view.rows[each.number] = row
+            self.view.rows[each.number] = TrialRow(**vars(each))
         with SignalQueue() as inbox, ExitStack() as stack:
             self._slots = self._jobs or TrialSlots(self._places)
             stack.callback(self._slots.close)
@@ -93,24 +91,24 @@ class SweepLoop:
                 return
 
     def _start(self, number: int) -> None:
-        flags = self.study.flags(number)
+        flags, folder = self.study.flags(number), self._folder.trial(number)
         if number in self._again and not self._tries[number]:
-            found = self._slots.find(number, self._folder.trial(number))
+            found = self._slots.find(number, folder)
             if found is not None:
                 self._tries[number] += 1
-                self.view.began(TrialRow(number, flags, slot=found.number), again=False)
+                self.view.began(TrialRow(number, flags, folder, slot=found.number), again=False)
                 return
         _, fixed = self._settings.space
         ranged = [word for flag, value in flags.items() for word in (flag, value)]
         if any(value.startswith("-") for value in flags.values()):  # a negative number is no flag
             ranged = [f"{flag}={value}" for flag, value in flags.items()]
         command = [*self._settings.command, *fixed, *ranged]
-        folder = self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
+        self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
         environ = os.environ | {VARIABLE: str(folder.absolute())}
         slot = self._slots.start(number, command, environ, folder / LOG)
         self._tries[number] += 1
         again = number in self._again or self._tries[number] > 1
-        self.view.began(TrialRow(number, flags, slot=slot.number), again)
+        self.view.began(TrialRow(number, flags, folder, slot=slot.number), again)
 
     # --- on the way -----------------------------------------------------------------------------
 
@@ -221,4 +219,4 @@ class SweepLoop:
 
     def summary(self) -> list[str]:
         """What came of it, in lines."""
-        return summary(self._settings, self._folder, self.study)
+        return summary(self._settings, self.study)
