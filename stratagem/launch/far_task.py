@@ -33,13 +33,23 @@ from stratagem.launch.job_folder import JobFolder, LogFile, TaskEnd, now
 from stratagem.launch.output import Relay, Sink
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.run import count_gpus
-from stratagem.launch.supervise import SignalQueue, Supervisor
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor
 
 #: seconds from SIGTERM to SIGKILL: a training may have something to save, unless a task has failed
 GRACE = 20.0
 _AFTER_A_FAILURE = 3.0
 #: seconds for the names of all pods to be known
 _NAMES = 600.0
+
+
+class _TimeToSave(LaunchPolicy):
+    """Time to save for a task that is told to end, unless another task has failed."""
+
+    def __init__(self, failed: Callable[[], bool]) -> None:
+        self._failed = failed
+
+    def grace_after_signal(self) -> float:
+        return 0.0 if self._failed() else GRACE
 
 
 def run(
@@ -59,14 +69,8 @@ def run(
         relay.add(process, 0)
         relay.start()
         attend(inbox)
-        supervisor = Supervisor(
-            [process],
-            guard,
-            relay,
-            inbox,
-            _AFTER_A_FAILURE,
-            told=lambda: 0.0 if failed() else GRACE,
-        )
+        policy = _TimeToSave(failed)
+        supervisor = Supervisor([process], guard, relay, inbox, _AFTER_A_FAILURE, policy=policy)
         supervisor.run()
         relay.close()
         while not relay.join(1.0) and not relay.broken.is_set():

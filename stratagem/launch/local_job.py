@@ -21,7 +21,7 @@ from stratagem.figures.recorder import Recorder
 from stratagem.figures.run_folder import LAUNCHER
 from stratagem.launch.output import Relay, Sink, wants_colour
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor, ending, last_word
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor, ending, last_word
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 
 
@@ -73,13 +73,10 @@ def launch(
         environ = os.environ | ({TRACEBACK_VARIABLE: "1"} if tracebacks else {})
         environ |= {RECORD_VARIABLE: str(record)} if record else {}
         events = _Events(environ.get(RECORD_VARIABLE))
-        starter = _Starter(job, environ, guard, relay, stack, task_restarts, events)
+        starter = _TaskStarter(job, environ, guard, relay, stack, task_restarts, events)
         processes = [starter.start(task) for task in starter.environments]
         relay.start()
-        supervisor = Supervisor(
-            processes, guard, relay, inbox, grace, tracebacks, events.add, starter.restart
-        )
-        supervisor.goes_on, supervisor.comes_too_late = starter.goes_on, starter.comes_too_late
+        supervisor = Supervisor(processes, guard, relay, inbox, grace, tracebacks, starter)
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
     if (first := supervisor.first) is not None:
@@ -112,8 +109,8 @@ class _Events:
             self._file.write(event=kind, text=text, **about)
 
 
-class _Starter:
-    """Starts the tasks of a job, and those that were killed so many times again."""
+class _TaskStarter(LaunchPolicy):
+    """Starts the tasks of a job, and tasks that were killed again, `restarts` times in all."""
 
     def __init__(
         self,
@@ -129,7 +126,6 @@ class _Starter:
         self._restarts, self._events = restarts, events
         self.environments = dict(job.environments(base))
         self._started: list[Process] = []
-        self._again: set[Process] = set()
         self._hub = self._open_hub()
 
     def _open_hub(self) -> GenerationHub | None:
@@ -155,30 +151,31 @@ class _Starter:
         self._started.append(process)
         return process
 
+    def record(self, kind: str, process: Process | None, text: str) -> None:
+        self._events.add(kind, process, text)
+
     def restart(self, process: Process) -> Process | None:
-        """Start a task again; but the chief, where the job cannot do without."""
+        """Start a server or worker again, but not the chief of a job that cannot do without it."""
         task = process.task
         needed = str(task) == "worker 0" and not self.goes_on(process)
         if not self._restarts or task.type not in ("ps", "worker") or needed:
             return None
         self._restarts -= 1
-        again = self.start(process.task)
-        self._again.add(again)
-        return again
+        return self.start(task)
+
+    def goes_on(self, process: Process) -> bool:
+        return self._hub is not None and self._hub.does_without(str(process.task))
 
     def comes_too_late(self, process: Process) -> bool | None:
-        """Whether a task was started again and had not joined when the job was over; None: it may
-        have, and be about to end."""
+        """A task that was started again had not joined when the job was over: certain in an elastic
+        job; with servers it may have, and be about to end."""
         name = str(process.task)
         if self._hub is not None and self._hub.took_part(name) and not self._hub.has(name):
             return True
         # servers end well when all is over
         over = any(each.task.type == "ps" and each.code == 0 for each in self._started)
-        return None if over and process in self._again else False
-
-    def goes_on(self, process: Process) -> bool:
-        """Whether an elastic job does without this task."""
-        return self._hub is not None and self._hub.does_without(str(process.task))
+        first = next(each for each in self._started if each.task == process.task)
+        return None if over and process is not first else False
 
 
 def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -90,8 +90,35 @@ _LINGER = 1.0  # for what a task started, once the task itself has ended
 _HELD = 5.0  # after SIGKILL: the kernel does not let the process go
 
 
+class LaunchPolicy:
+    """What a launcher decides about its tasks; by default, nothing is started again."""
+
+    def record(self, kind: str, process: Process | None, text: str) -> None:
+        """Write down the "end" of a process, or an "action" of the launcher."""
+
+    def restart(self, process: Process) -> Process | None:
+        """Start a task that was killed again, if that is allowed."""
+        return None
+
+    def goes_on(self, process: Process) -> bool:
+        """Whether the job goes on without a task that was killed, as long as others run."""
+        return False
+
+    def comes_too_late(self, process: Process) -> bool | None:
+        """Whether a task waits for others that have done everything; None: perhaps, and it is
+        given the grace to end."""
+        return False
+
+    def grace_after_signal(self) -> float:
+        """Seconds for the tasks to end after a signal to the launcher, if more than the grace."""
+        return 0.0
+
+
 class Supervisor:
-    """Waits for the tasks; afterwards `first` is the one that failed first, if one did."""
+    """Waits for the tasks; afterwards `first` is the one that failed first, if one did.
+
+    running -> ended (has a code) -> let go (nothing of its process group is left)
+    """
 
     def __init__(
         self,
@@ -101,34 +128,30 @@ class Supervisor:
         inbox: SignalQueue,
         grace: float,
         tracebacks: bool = False,
-        record: Callable[[str, Process | None, str], None] = lambda *_: None,
-        restart: Callable[[Process], Process | None] = lambda process: None,
-        told: Callable[[], float] = lambda: 0.0,
+        policy: LaunchPolicy | None = None,
     ) -> None:
-        """`record` is told what happens: "end" of a process, or an "action", and how.
-
-        `restart` is given a task that was killed, and may start it again; the others go on.
-        `told`: the seconds, if more than `grace`, for tasks to end after a signal to the launcher.
-        """
-        #: whether the job does without a task that was killed, as long as there are others
-        self.goes_on: Callable[[Process], bool] = lambda process: False
-        #: whether one that was started again would wait for others that have done everything; None:
-        #: unless it ends within the grace
-        self.comes_too_late: Callable[[Process], bool | None] = lambda process: False
-        #: when these are ended
-        self._too_late: dict[Process, float] = {}
-        #: those that failed of themselves, in the order in which they ended
-        self._failed: list[Process] = []
-        self.stopped: signal.Signals | None = None
-        self._all, self._left = list(processes), list(processes)
-        self._swept: list[Process] = []
         self._guard, self._relay, self._inbox, self._grace = guard, relay, inbox, grace
-        self._tracebacks, self._record, self._restart = tracebacks, record, restart
-        self._told = told
+        self._tracebacks, self._policy = tracebacks, policy or LaunchPolicy()
+        #: the first signal to the launcher
+        self.stopped: signal.Signals | None = None
+        self._all: list[Process] = []
+        #: not let go yet
+        self._left: list[Process] = []
+        #: failed without being told to end, in the order of their ends
+        self._failed: list[Process] = []
+        #: come too late, and the time at which each is killed
+        self._late: dict[Process, float] = {}
+        #: ended, while processes that they had started went on
+        self._swept: set[Process] = set()
         self._escalation = Escalation((), time.monotonic())
         self._ended: SimpleQueue[Process] = SimpleQueue()
         for process in processes:
-            process.watch(self._ended)
+            self._watch(process)
+
+    def _watch(self, process: Process) -> None:
+        self._all.append(process)
+        self._left.append(process)
+        process.watch(self._ended)
 
     def run(self) -> None:
         """Return when nothing of any task is left."""
@@ -138,7 +161,7 @@ class Supervisor:
             now = time.monotonic()
             for number in self._escalation.due(now):
                 self._send(number)
-            self._end_late_ones()
+            self._kill_late(now)
             self._sweep(now)
             if now > self._escalation.over + _HELD:
                 self._give_up()
@@ -175,7 +198,7 @@ class Supervisor:
             self._say(f"{number.name}: ending {_names(self._left)}.")
             if number is signal.SIGINT and not self._tracebacks:
                 self._relay.interrupted.set()
-            grace = max(self._grace, self._told())
+            grace = max(self._grace, self._policy.grace_after_signal())
             self._escalation = Escalation(steps_after(number, grace), now)
         self.stopped = self.stopped or number
 
@@ -186,40 +209,46 @@ class Supervisor:
         except Empty:
             return
         code = process.reap()
-        self._record("end", process, ending(code) if code else "")
+        self._policy.record("end", process, ending(code) if code else "")
         if not code:
-            self._end_late_ones(find=True)
-        if not code or self.stopped is not None or self._escalation.begun:
-            return
-        if process in self._too_late:
-            return
-        if code < 0 and not self._failed and (again := self._restart(process)) is not None:
-            self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
-            self._record("action", process, "started again")
-            self._left.append(again)
-            again.watch(self._ended)
-            return
-        others = any(each.code is None for each in self._left)
-        if code < 0 and not self._failed and others and self.goes_on(process):
-            self._relay.note(f"{process.task} was {ending(code)}; the others go on.")
-            self._record("action", process, "the others go on")
-            return
+            self._find_late()
+        elif self.stopped is None and not self._escalation.begun and process not in self._late:
+            self._take_failure(process, code)
+
+    def _take_failure(self, process: Process, code: int) -> None:
+        """Start a task that was killed again or go on without it; else let the others end."""
+        if code < 0 and not self._failed:
+            if (again := self._policy.restart(process)) is not None:
+                self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
+                self._policy.record("action", process, "started again")
+                self._watch(again)
+                return
+            if self._running() and self._policy.goes_on(process):
+                self._relay.note(f"{process.task} was {ending(code)}; the others go on.")
+                self._policy.record("action", process, "the others go on")
+                return
         self._failed.append(process)
         if len(self._failed) == 1:
             self._let_the_others_end(process, code)
 
-    def _end_late_ones(self, *, find: bool = False) -> None:
-        """If a task has done everything, those that were to join in it have nothing to do."""
+    def _find_late(self) -> None:
+        """A task has done everything: those that were to join in it have nothing to do."""
         now = time.monotonic()
-        for process in self._left if find else ():
-            waits = process.code is None and process not in self._too_late
-            if waits and (late := self.comes_too_late(process)) is not False:
-                self._too_late[process] = now + (0 if late else self._grace)
-        for process, until in self._too_late.items():
+        for process in self._running():
+            if process not in self._late:
+                late = self._policy.comes_too_late(process)
+                if late is not False:
+                    self._late[process] = now + (0 if late else self._grace)
+
+    def _kill_late(self, now: float) -> None:
+        for process, until in self._late.items():
             if now >= until and process.code is None:
                 self._relay.note(f"{process.task} comes too late; the job is done.")
-                self._too_late[process] = math.inf
+                self._late[process] = math.inf
                 process.signal(signal.SIGKILL)
+
+    def _running(self) -> list[Process]:
+        return [process for process in self._left if process.code is None]
 
     def _let_the_others_end(self, process: Process, code: int) -> None:
         """After the first failure; one that another has caused may be still to come."""
@@ -227,7 +256,7 @@ class Supervisor:
         if process.because_of and not blames(process, process.task):
             grace, because = max(grace, _CULPRIT), f" because of {process.because_of}"
         self._escalation = Escalation(steps_after(None, grace), time.monotonic())
-        if others := [each for each in self._left if each.code is None]:
+        if others := self._running():
             self._say(
                 f"{process.task} failed{because} ({ending(code)}); {_names(others)} may take "
                 f"{grace:g} s to end."
@@ -235,12 +264,12 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         self._relay.note(text)
-        self._record("action", None, text)
+        self._policy.record("action", None, text)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._left:
             process.signal(number)
-        alive = [process for process in self._left if process.code is None]
+        alive = self._running()
         if alive and (number is signal.SIGKILL or self.stopped is None):
             self._say(f"{number.name} to {_names(alive)}, still running.")
 
@@ -256,7 +285,7 @@ class Supervisor:
             elif overdue > 0:
                 process.signal(signal.SIGKILL)
                 if process not in self._swept:
-                    self._swept.append(process)
+                    self._swept.add(process)
                     self._say(f"{process.task} left processes behind; they are killed.")
 
     def _give_up(self) -> None:

@@ -41,7 +41,7 @@ from stratagem.launch.job_folder import (
 )
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor, write_end
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor, write_end
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
@@ -307,10 +307,8 @@ def supervise(job: JobFolder) -> int:
         over = threading.Event()
         stack.callback(over.set)
         threading.Thread(target=_keep_alive, args=(processes, over), daemon=True).start()
-        ends = _Ends(job, relay)
-        supervisor = Supervisor(
-            processes, guard, relay, inbox, _GRACE, record=ends.add, told=lambda: GRACE + _ALIVE
-        )
+        policy = _WriteEnds(job, relay)
+        supervisor = Supervisor(processes, guard, relay, inbox, _GRACE, policy=policy)
         supervisor.run()
         relay.close()
         while not relay.join(1.0):
@@ -327,15 +325,18 @@ def _found(request: JobRequest, host: str) -> list[str]:
     return [shutil.which(first) or first, *rest]
 
 
-class _Ends:
+class _WriteEnds(LaunchPolicy):
     """Writes down that a task has ended when it does, before its last lines are all read."""
 
     def __init__(self, job: JobFolder, relay: Relay) -> None:
         self._job, self._relay = job, relay
 
-    def add(self, kind: str, process: Process | None, text: str) -> None:
+    def record(self, kind: str, process: Process | None, text: str) -> None:
         if kind == "end" and process is not None:
             _write_end(self._job, process, self._relay.tail(process))
+
+    def grace_after_signal(self) -> float:
+        return GRACE + _ALIVE
 
 
 def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
