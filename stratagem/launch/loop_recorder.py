@@ -36,23 +36,63 @@ _INSTEAD = "use sg.plan(module, (x, y), loss=..., optimizer=...) in its place"
 #: a module that is run forward only so often for each call that is trained from prepares something
 #: (the features of all the data, say) before the loop
 _OFTEN = 8
+#: arguments of a call, and gradients of its outputs
+_Values = tuple[tuple[Any, Any], list[Tensor]]
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call of an outermost module."""
+    """A call of an outermost module, recorded in the loop and replayed with any number of rows."""
 
     module: nn.Module
+    #: its positional and its keyword arguments
     given: tuple[Any, Any]
-    #: rows of what came out
+    #: rows of each output
     lengths: list[int]
     autocast: torch.dtype | None
-    #: whether a graph was recorded
+    #: whether autograd recorded it
     recorded: bool
-    #: how many backward passes were over when its own came
+    #: the number of backward passes that were over when its own came
     turn: int
-    #: of the outputs that came back with one, by their place among all outputs
+    #: gradients of the outputs, by their places among all outputs; none if it is only run forward
     grads: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def votes(self) -> Counter[int]:
+        """The lengths of the arguments, each with the number of arguments and outputs of it."""
+        first = [len(each) for each in pytree.tree_leaves(self.given) if _has_rows(each)]
+        return Counter([*first, *(each for each in self.lengths if each in first)])
+
+    @property
+    def rows(self) -> int:
+        """The most frequent length, the first of equals; 0 if no argument has rows."""
+        votes = self.votes
+        return votes.most_common(1)[0][0] if votes else 0
+
+    def part(self, share: float) -> _Values:
+        """The arguments and gradients with `share` times as many rows, repeated if need be."""
+        grads = list(self.grads.values())
+        if share == 1:
+            return self.given, grads
+        rows = self.rows
+        chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
+
+        def cut(value: Any) -> Any:
+            if not _has_rows(value) or len(value) != rows:
+                return value
+            return value.detach()[chosen.to(value.device)].requires_grad_(value.requires_grad)
+
+        return pytree.tree_map(cut, self.given), [cut(grad) for grad in grads]
+
+    def replay(self, values: _Values) -> list[Tensor]:
+        """Call the module; the terms that stand in for its loss, if gradients came back."""
+        given, grads = values
+        args, kwargs = pytree.tree_map(_used, given)
+        kind = next(self.module.parameters()).device.type
+        on = self.autocast is not None
+        with torch.set_grad_enabled(self.recorded), torch.autocast(kind, self.autocast, enabled=on):
+            output = pytree.tree_leaves(self.module(*args, **kwargs))
+        return [(output[i] * grad).sum() for i, grad in zip(self.grads, grads, strict=True)]
 
 
 @contextmanager
@@ -202,8 +242,8 @@ def _hand_over(
     optimizer: Optimizer, trained: nn.Module, calls: Sequence[_Call], notes: Sequence[str]
 ) -> None:
     last = max(call.turn for call in calls if call.grads)
-    replayed = [_again(replace(call, turn=min(call.turn, last))) for call in calls]
-    own = [call for call in replayed if call.module is trained and call.places]
+    calls = [replace(call, turn=min(call.turn, last), grads=dict(call.grads)) for call in calls]
+    own = [call for call in calls if call.module is trained and call.grads]
     rows: dict[int, int] = {}
     for call in own:
         rows[call.turn] = max(call.rows, rows.get(call.turn, 0))
@@ -223,7 +263,7 @@ def _hand_over(
         DryRun(
             trained,
             torch.arange(whole),
-            _Step(replayed, whole, len(rows)),
+            _Step(calls, whole, len(rows)),
             optimizer.step,
             optimizer,
             dealt(),
@@ -236,7 +276,7 @@ def _hand_over(
     )
 
 
-def _unclear(call: _Again) -> list[str]:
+def _unclear(call: _Call) -> list[str]:
     """Where its rows may not be examples."""
     votes = call.votes
     many = [n for n, count in votes.items() if count == votes[call.rows]]
@@ -252,87 +292,15 @@ def _unclear(call: _Again) -> list[str]:
     return []
 
 
-def _again(call: _Call) -> _Again:
-    leaves, spec = pytree.tree_flatten(call.given)
-    shape = pytree.tree_unflatten(range(len(leaves)), spec)
-    values = [*leaves, *call.grads.values()]
-    return _Again(
-        call.module,
-        shape,
-        values,
-        len(leaves),
-        call.lengths,
-        list(call.grads),
-        call.autocast,
-        call.recorded,
-        call.turn,
-    )
-
-
-@dataclass
-class _Again:
-    """The same call; what has a row for each example may have more or fewer of them."""
-
-    module: nn.Module
-    #: the arguments, with the places of their values
-    shape: Any
-    #: arguments, then gradients
-    values: list[Any]
-    inputs: int
-    #: rows of what came out
-    lengths: Sequence[int]
-    #: of the outputs whose gradients these are; none if it is run forward only
-    places: Sequence[int]
-    autocast: torch.dtype | None
-    recorded: bool
-    turn: int
-
-    @property
-    def votes(self) -> Counter[int]:
-        """What goes in and comes out, by its length; only lengths of what goes in."""
-        first = [len(each) for each in self.values[: self.inputs] if _has_rows(each)]
-        return Counter([*first, *(each for each in self.lengths if each in first)])
-
-    @property
-    def rows(self) -> int:
-        """The length that most have, the first of equals; 0 if nothing has one."""
-        votes = self.votes
-        return votes.most_common(1)[0][0] if votes else 0
-
-    def part(self, share: float) -> list[Any]:
-        """The values with so many times as many rows, again from the start if there are fewer."""
-        if share == 1:
-            return self.values
-        rows = self.rows
-        chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
-
-        def cut(value: Any) -> Any:
-            if not _has_rows(value) or len(value) != rows:
-                return value
-            return value.detach()[chosen.to(value.device)].requires_grad_(value.requires_grad)
-
-        return [cut(value) for value in self.values]
-
-    def __call__(self, values: Sequence[Any]) -> list[Tensor]:
-        """What stands in for its loss, if gradients came back."""
-        args, kwargs = pytree.tree_map(lambda i: _used(values[i]), self.shape)
-        kind = next(self.module.parameters()).device.type
-        on = self.autocast is not None
-        with torch.set_grad_enabled(self.recorded), torch.autocast(kind, self.autocast, enabled=on):
-            output = pytree.tree_leaves(self.module(*args, **kwargs))
-        back = zip(self.places, values[self.inputs :], strict=True)
-        return [(output[i] * grad).sum() for i, grad in back]
-
-
 @dataclass
 class _Step:
-    """All calls of a step; the backward pass of all but the last micro-batch is a part of it."""
+    """All calls of a step, replayed; micro-batches before the last are propagated backward, too."""
 
-    calls: Sequence[_Again]
+    calls: Sequence[_Call]
     whole: int
     turns: int
-    #: the values of the calls for a batch of this size
-    cut: tuple[int, list[list[Any]]] | None = None
+    #: the batch size of the last step, and the values of the calls for it
+    cut: tuple[int, list[_Values]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "cut": None}
@@ -345,10 +313,10 @@ class _Step:
                 sum(losses).backward()  # type: ignore[union-attr]
                 losses = []
             turn = call.turn
-            losses += call(values)
+            losses += call.replay(values)
         return sum(losses)  # type: ignore[return-value]
 
-    def _values(self, size: int) -> list[list[Any]]:
+    def _values(self, size: int) -> list[_Values]:
         if size < self.turns:
             raise UsageError(
                 f"a step of this loop is {self.turns} micro-batches, so {size} examples are too "
