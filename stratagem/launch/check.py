@@ -45,11 +45,11 @@ log = logging.getLogger("stratagem")
 
 CONNECT = 3.0  # seconds for one try to connect
 RETRY = 0.3  # seconds between two tries
-REFUSALS = 5  # failures in a row, from the first certain one on, until we believe it
+REFUSALS = 5  # failures in a row, from the first certain one on, that make it final
 
 
 class CheckRound:
-    """One run of a check: a caller for each other task, and an answering thread a visitor."""
+    """One run of a check: a thread that calls each other task, and one for each caller."""
 
     def __init__(self, spec: ClusterSpec, task: Task | None, secret: bytes, size: int) -> None:
         self._me = "" if task is None else str(task)
@@ -64,7 +64,7 @@ class CheckRound:
         self._over = threading.Event()
 
     def run(self, wait: float) -> list[CheckRow]:
-        """Call until every task is reached and has reached us, or `wait` seconds are over."""
+        """Call until each task is reached and has reached this one, or `wait` seconds are over."""
         door = self._listen() if self._me in self._places else None
         try:
             for name in self._others:
@@ -88,7 +88,7 @@ class CheckRound:
             say_missing([Member(name, self._places[name]) for name in missing], patience)
 
     def _unfinished(self, listening: bool) -> list[str]:
-        """Tasks not yet tried to an end, and those that we reached but that did not reach us."""
+        """Tasks without a certain result, and tasks that were reached but did not call here."""
         rows = self._rows
         return [
             name
@@ -124,7 +124,7 @@ class CheckRound:
             if row.certain and not row.ok:
                 refusal = row
             if refusal is not None and not row.ok:
-                # A peer that refused us and is gone now says no less than one that refuses still.
+                # A peer that has refused and is gone counts as one that still refuses.
                 row, refusals = refusal, refusals + 1
             certain = row.certain and (row.ok or refusals >= REFUSALS)
             if not self._over.is_set():
@@ -147,14 +147,14 @@ class CheckRound:
 
     def _measure(self, name: str, sock: socket.socket) -> CheckRow:
         try:
-            with self._measuring:  # two at once would halve each other's bandwidth
+            with self._measuring:  # two measurements would halve each other's bandwidth
                 speed = measure(sock, self._size)
         except OSError as problem:
             return broke_off(name, self._places[name], problem)
         return measured(name, self._places[name], speed)
 
     def _listen(self) -> Acceptor | None:
-        """Open this task's own port; a port that cannot be opened is a finding like others."""
+        """Listen at this task's port; a port that cannot be opened is a row of the table."""
         address = self._places[self._me]
         try:
             listener = listen(address, self._me)
@@ -184,7 +184,7 @@ WIDE = 130  # columns from which the remedies have room inside the table
 def check(
     spec: ClusterSpec, task: Task | None, *, secret: bytes, wait: float, size_bytes: int
 ) -> list[CheckRow]:
-    """Try every task of the cluster, answering the checks of the other tasks; one row a task."""
+    """Call every task and answer the checks of other tasks; return a row for each task."""
     return CheckRound(spec, task, secret, size_bytes).run(wait)
 
 

@@ -1,4 +1,4 @@
-"""The tasks of a job on this machine: started, watched to their end, started again if they may."""
+"""Runs the tasks of a job on this machine, and starts killed tasks again if that is allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
     gpu_memory: str | None = None
 
     def environments(self, base: Mapping[str, str]) -> dict[Task, dict[str, str]]:
-        """The environment of every task, a fresh secret in all of them."""
+        """The environment of every task, with a fresh secret for the job."""
         tasks = self.spec.tasks()
         shared = {
             "OMP_NUM_THREADS": str(max(1, cores() // len(tasks))),
@@ -63,8 +63,8 @@ def launch(
     record: Path | None = None,
     task_restarts: int = 0,
 ) -> tuple[int, bool]:
-    """Start the tasks, see them to their end, and say which failed first; the exit code, and
-    whether a signal to the launcher has ended them."""
+    """Run the tasks and print which failed first; return the exit code, and whether a signal to
+    the launcher has ended them."""
     out, err = (
         Sink(s, colour=colour and wants_colour(s, os.environ)) for s in (sys.stdout, sys.stderr)
     )
@@ -88,7 +88,7 @@ def launch(
 
 
 class _Events:
-    """What the launcher itself knows of a run, for its folder."""
+    """Writes events of the launcher into the run's folder of figures, if there is one."""
 
     def __init__(self, folder: str | None) -> None:
         try:
@@ -97,13 +97,13 @@ class _Events:
             raise UsageError(f"nothing can be recorded in {folder}: {problem.strerror}") from None
 
     def launched(self, process: Process) -> None:
-        """A task was started."""
+        """Record that a task was started."""
         if self._file is not None:
             host, pid = socket.gethostname(), process.pid
             self._file.write(event="launched", about=str(process.task), host=host, pid=pid)
 
     def add(self, kind: str, process: Process | None, text: str) -> None:
-        """Something happened, to a task or by the launcher."""
+        """Record an end of a task, or an action of the launcher."""
         if self._file is not None:
             about = {"about": str(process.task), "error": text} if process is not None else {}
             self._file.write(event=kind, text=text, **about)
@@ -129,7 +129,7 @@ class _TaskStarter(LaunchPolicy):
         self._hub = self._open_hub()
 
     def _open_hub(self) -> GenerationHub | None:
-        """Where the tasks of an elastic job come together, whichever of them may die."""
+        """Open the hub at which the tasks of an elastic job meet; it outlives every task."""
         tasks = self._job.spec.training_tasks()
         if len(tasks) == 1:
             return None
@@ -167,19 +167,19 @@ class _TaskStarter(LaunchPolicy):
         return self._hub is not None and self._hub.does_without(str(process.task))
 
     def comes_too_late(self, process: Process) -> bool | None:
-        """A task that was started again had not joined when the job was over: certain in an elastic
-        job; with servers it may have, and be about to end."""
+        """Whether a restarted task had not joined when the job was over: known in an elastic job;
+        with servers (None) it may have joined, and be about to end."""
         name = str(process.task)
         if self._hub is not None and self._hub.took_part(name) and not self._hub.has(name):
             return True
-        # servers end well when all is over
+        # servers end without an error when the job is over
         over = any(each.task.type == "ps" and each.code == 0 for each in self._started)
         first = next(each for each in self._started if each.task == process.task)
         return None if over and process is not first else False
 
 
 def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:
-    """Let everything out that was printed; whoever is interrupted waits a second at most."""
+    """Print the remaining output; after an interrupt, for a second at most."""
     relay.close()
     waited = 0.0
     while not relay.join(0.1):

@@ -1,15 +1,15 @@
-"""A custom training loop, seen at its first step: hooks on all that torch runs.
+"""Records the first step of a custom training loop by torch's global hooks, for a dry run.
 
-    model(x)            outermost of all modules that are called: what went in, what came out
-    loss.backward()     the gradient that comes back to what came out
-    optimizer.step()    here the loop ends; a step is the same calls with the same gradients
+    model(x)            a call of an outermost module: its arguments and outputs are recorded
+    loss.backward()     the gradients of the outputs are recorded
+    optimizer.step()    the loop ends here; a step replays the same calls with the same gradients
 
-A step may be many calls: of frozen modules, which are run forward only; of the same one, before
-one backward pass (two inputs that are compared) or before several (micro-batches, whose rows are
-counted together).
+A step may have many calls: of frozen modules, which are run forward only; and of the same module,
+before one backward pass (two inputs that are compared) or before several (micro-batches, whose rows
+are counted together).
 
-What turns outputs into a loss cannot be called again, so the sum of outputs times their gradients
-stands in for it: of about the same size, and with the same backward pass through the model.
+The code that turns outputs into a loss cannot be called again. The sum of outputs times their
+gradients replaces the loss: it costs about as much, and has the same backward pass in the model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from stratagem.errors import UsageError
 from stratagem.training.dry_run import DryRun, dealt, hand_over
 
 _INSTEAD = "use sg.plan(module, (x, y), loss=..., optimizer=...) in its place"
-#: a module that is run forward only so often for each call that is trained from prepares something
-#: (the features of all the data, say) before the loop
+#: more forward-only calls of a module than this, for each call with gradients, are a preparation
+#: before the loop (features of all the data, for instance)
 _OFTEN = 8
 #: arguments of a call, and gradients of its outputs
 _Values = tuple[tuple[Any, Any], list[Tensor]]
@@ -97,7 +97,7 @@ class _Call:
 
 @contextmanager
 def instead_of_step() -> Iterator[None]:
-    """While open, the first step of any torch optimizer hands over a rehearsal."""
+    """Until closed, the first step of any torch optimizer hands over a dry run."""
     watcher = _LoopRecorder()
     before = every_module.register_module_forward_pre_hook(watcher.enters)
     after = every_module.register_module_forward_hook(
@@ -118,16 +118,16 @@ class _LoopRecorder:
         self.turn = 0
         #: whether a backward pass has begun since the last call
         self.backward = False
-        #: what went into calls without a graph: a whole evaluation is not held in memory
-        self.alike: dict[Any, tuple[Any, Any]] = {}
+        #: arguments of calls without a graph, by module and shapes: an evaluation may have many
+        self.shared: dict[Any, tuple[Any, Any]] = {}
 
     def enters(self, module: nn.Module, args: Any) -> None:
         self.depth += 1
 
     def leaves(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        """Of a call that was broken off torch gives no output, and says no keywords."""
+        """Record a call; for one that raised, torch passes neither keywords nor an output."""
         self.depth -= 1
-        again = in_backward()  # what backward computes once more
+        again = in_backward()  # activation checkpointing computes forward again
         param = next(module.parameters(), None)
         if self.depth or again or output is None or param is None:
             return
@@ -154,7 +154,7 @@ class _LoopRecorder:
             each.shape if isinstance(each, Tensor) else type(each)
             for each in pytree.tree_leaves(given)
         ]
-        return self.alike.setdefault((id(module), *shapes), given)
+        return self.shared.setdefault((id(module), *shapes), given)
 
     def comes_back(self, call: _Call, place: int, grad: Tensor) -> None:
         call.grads[place], call.turn = grad.detach(), self.turn
@@ -162,7 +162,7 @@ class _LoopRecorder:
 
     def steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(callable(each) for each in (*args, *kwargs.values())):
-            return  # a closure computes inside of the step: the next one has been seen
+            return  # a step with a closure ends the script, in script.py
         trained = _trained(self.calls, optimizer)
         calls, notes = _of_a_step(self.calls, trained)
         notes += _other_optimizers(optimizer)
@@ -170,7 +170,7 @@ class _LoopRecorder:
 
 
 def _trained(calls: Sequence[_Call], optimizer: Optimizer) -> nn.Module:
-    """The one module that the optimizer updates."""
+    """Return the one module that the optimizer updates."""
     owned = _owned(optimizer)
     called = {id(call.module): call.module for call in calls if call.grads}.values()
     # an optimizer may hold copies of the parameters, of another precision
@@ -191,7 +191,7 @@ def _owned(optimizer: Optimizer) -> set[int]:
 
 
 def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call], list[str]]:
-    """Without what came before the loop; and what is to be said about it."""
+    """Return the calls of the step, without those before the loop, and notes about these."""
     name, notes = type(trained).__name__, []
     own = [call for call in calls if call.module is trained]
     first = next(i for i, call in enumerate(calls) if call.module is trained and call.grads)
@@ -211,11 +211,11 @@ def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call],
             "step: taken for a preparation, and left out of the step."
         )
     if len(kept) > 1:
-        notes.append(f"a step of this loop is {_told(kept)}; all of that is in the figures.")
+        notes.append(f"a step of this loop is {_described(kept)}; all of that is in the figures.")
     return kept, notes
 
 
-def _told(calls: Sequence[_Call]) -> str:
+def _described(calls: Sequence[_Call]) -> str:
     kinds = Counter((type(call.module).__name__, bool(call.grads)) for call in calls)
     words = [
         f"{count} call{'s' * (count > 1)} of {name}{'' if back else ' (forward only)'}"
@@ -225,7 +225,7 @@ def _told(calls: Sequence[_Call]) -> str:
 
 
 def _other_optimizers(optimizer: Optimizer) -> list[str]:
-    """Those that have parameters of their own: their part of the loop is not seen."""
+    """Return a note if another optimizer has other parameters: its part of the loop is not seen."""
     gc.collect()
     owned = _owned(optimizer)
     others = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
@@ -277,7 +277,7 @@ def _hand_over(
 
 
 def _unclear(call: _Call) -> list[str]:
-    """Where its rows may not be examples."""
+    """Return a note if the rows of a call may not be examples."""
     votes = call.votes
     many = [n for n, count in votes.items() if count == votes[call.rows]]
     taken = f"{call.rows} examples are planned with; if that is wrong, {_INSTEAD}."
@@ -328,12 +328,12 @@ class _Step:
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """The same data without what it was computed from."""
+    """Detach a tensor, but keep whether it requires a gradient."""
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def _used(value: Any) -> Any:
-    """As it was computed by others: what is asked for a gradient may be changed in place."""
+    """Clone what requires a gradient: a module may change its input in place, but not a leaf."""
     return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
 
 

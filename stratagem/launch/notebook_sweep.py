@@ -1,7 +1,7 @@
-"""`sg.sweep`: a sweep of a function, from a notebook or a script of one's own.
+"""`sg.sweep`: a sweep of a function, from a notebook or a script.
 
-python -m stratagem.launch.notebook_sweep FILE --lr 0.1 --units 64 is one trial. FILE has, in a line
-of JSON, where the process that began the sweep looks for modules, and the function behind it.
+python -m stratagem.launch.notebook_sweep FILE --lr 0.1 --units 64 runs one trial. FILE has the
+sys.path of the process that began the sweep, as a line of JSON, and the pickled function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Call the function; numbers that its first task returns in a dict count as a last epoch."""
+    """Call the function; a dict of numbers that the chief returns counts as a last epoch."""
     import cloudpickle
 
     folders, _, function = Path(argv[0]).read_bytes().partition(b"\n")
@@ -153,7 +153,7 @@ def sweep(
 
 
 def _submit(on: str | None, replicas: int, train: Any) -> dict[str, Any]:
-    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    """Options of `stratagem submit` for the trials' jobs; none if they run on this machine."""
     if on is None:
         return {}
     if replicas != 1:

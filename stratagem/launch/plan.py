@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stratagem.plan.profile import Profile
     from stratagem.training.dry_run import DryRun
 
-#: it runs the user's script, which may be killed for the memory it takes
+#: the command runs the user's script, which may be killed for the memory that it takes
 APART = True
 _LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
 
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a plan; 0 unless something was wrong with what was asked."""
+    """Print a plan; return the exit code."""
     if args.earlier and (args.script or args.validate or args.batch):
         raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
     if args.rounds and not args.validate:
@@ -128,7 +128,7 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
 
 
 def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardware]:
-    """The model and this machine."""
+    """Measure the model and this machine."""
     from stratagem.plan.machine import measure_hardware
     from stratagem.plan.measure import rehearse
 
@@ -160,7 +160,7 @@ def _text(file: str, option: str) -> str:
 
 
 def _check_network(args: argparse.Namespace) -> None:
-    """Before anything is run that takes long."""
+    """Refuse wrong options of the network before the script runs."""
     from stratagem.plan.hardware import rate, seconds, size
 
     size(args.memory or "1GB", "--memory")
@@ -174,12 +174,12 @@ def _check_network(args: argparse.Namespace) -> None:
 
 
 def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
-    """Run the script, as `python script args` would, up to where it would train."""
+    """Run `python script args` up to its first fit or step."""
     from stratagem.launch.script import run_to_fit
 
     _say(f"running {words[0]} up to its first fit, or step")
     trial = run_to_fit(words)
-    if validate:  # what cannot be done is said before anything is measured
+    if validate:  # refuse before anything is measured
         from stratagem.launch.validate import trainer
 
         trainer(trial)
@@ -187,7 +187,7 @@ def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
 
 
 def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
-    """This machine, many times over, behind the links that were named."""
+    """Hosts like this machine, with the links that the options name."""
     from stratagem.plan.hardware import Hardware, size
 
     counts = {"hosts": args.hosts or _HOSTS}
@@ -206,7 +206,7 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
 
 
 def _seen(file: str) -> tuple[float, float, float]:
-    """Of all tasks that `stratagem check` has measured, the slowest: latency, up and down."""
+    """The slowest latency, up and down rate of all tasks that `stratagem check` has measured."""
     try:
         rows = json.loads(_text(file, "--network"))["tasks"]
         speeds = [row["speed"] for row in rows if row["speed"] is not None]
@@ -244,7 +244,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
-    """Every file that was asked for; all are made before one is written."""
+    """Write the files that were asked for, after all of them were made."""
     from stratagem.plan.page import page, png
     from stratagem.plan.report import dumps, write
 

@@ -145,7 +145,7 @@ def _stages(args: argparse.Namespace) -> int:
 
 
 def read(args: argparse.Namespace) -> Scenario:
-    """The scenario that the options mean, but for faults by chance."""
+    """The scenario that the options describe, without random faults."""
     from stratagem.plan.hardware import rate, seconds, size
     from stratagem.plan.simulation.scenario import Regrouping, Scenario, Work
     from stratagem.rules.updates import Synchronous
@@ -184,7 +184,7 @@ def read(args: argparse.Namespace) -> Scenario:
 
 
 def _bad_day(scenario: Scenario, count: int) -> Scenario:
-    """With so many faults, at any time of what it takes without them."""
+    """Add random faults, within the time that the scenario takes without them."""
     from stratagem.plan.simulate import simulate
     from stratagem.plan.simulation.scenario import schedule
 
@@ -247,7 +247,7 @@ def _spread(text: str, average: float, stragglers: str | None) -> Spread:
 
 
 def _tailed(text: str, kind: str, average: float, numbers: list[float] | None) -> Spread:
-    """A spread with a tail, of that average."""
+    """A spread with a tail, with this average."""
     from stratagem.plan.simulation import spread
 
     if numbers is None:
@@ -283,7 +283,7 @@ def _slow(text: str) -> tuple[int, float]:
 
 
 def _numbers(text: str, count: int) -> list[float] | None:
-    """So many numbers with colons between them, if that is what it is."""
+    """Read `count` numbers with colons between them; None if the text is something else."""
     try:
         found = [float(part) for part in text.split(":")]
     except ValueError:
@@ -292,7 +292,7 @@ def _numbers(text: str, count: int) -> list[float] | None:
 
 
 def summary(scenario: Scenario, run: SimulatedRun) -> dict[str, Any]:
-    """The numbers that people ask for."""
+    """The results of a run, for programs."""
     ages = run.stats.staleness
     received = max(1, run.stats.received)
     return {
@@ -309,7 +309,7 @@ def summary(scenario: Scenario, run: SimulatedRun) -> dict[str, Any]:
 
 
 def _busy(scenario: Scenario, run: SimulatedRun) -> float:
-    """The part of the workers' time in which they compute what counts."""
+    """The part of the workers' time spent on gradients that were applied."""
     slow = [scenario.slow.get(w, 1.0) for w in range(scenario.workers)]
     mean = scenario.work.compute.mean * len(slow) / sum(1 / s for s in slow)
     whole_time = run.seconds * scenario.workers
@@ -347,7 +347,7 @@ def _print(scenario: Scenario, run: SimulatedRun) -> None:
 
 
 def _fault(fault: Fault) -> str:
-    """As "kill of worker 3 at 1.2 s"."""
+    """Describe a fault, as in "kill of worker 3 at 1.2 s"."""
     who = "server" if hasattr(fault, "server") else "worker"
     kind = "death" if who == "server" else type(fault).__name__.lower()
     return f"{kind} of {who} {getattr(fault, who)} at {fault.at:.3g} s"

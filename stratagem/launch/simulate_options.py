@@ -1,4 +1,4 @@
-"""Of `stratagem simulate`: pipelines (`--stages`), and records written as in Python.
+"""Options of `stratagem simulate` for pipelines (`--stages`), and records written as in Python.
 
 --wire bfloat16   --wire Int8   --wire "TopK(0.01)"
 --sync "LocalSteps(20)"   --sync "DiLoCo(20, fragments=4, overlap=2, wire=Int8())"
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from stratagem.plan.simulation.spread import Spread
     from stratagem.plan.simulation.stages import StageRun, StageScenario
 
-#: options of workers, which stages have not
-_OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "wire", "sync")
+#: options of workers that hold the whole model, which a pipeline does not take
+_OF_WORKERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "wire", "sync")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what workers send that all-reduce, and when; and the options of pipelines."""
+    """Declare what workers all-reduce, and when; and the options of pipelines."""
     declare(
         parser,
         (
@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_stages(args: argparse.Namespace, compute: Spread, slow: dict[int, float]) -> StageScenario:
-    """The scenario that the options mean."""
+    """The scenario of a pipeline that the options describe."""
     from stratagem.plan.hardware import rate, seconds, size
     from stratagem.plan.simulation.stages import StageScenario
     from stratagem.wire.simulated import Topology
 
-    given = [name for name in _OTHERS if getattr(args, name)]
+    given = [name for name in _OF_WORKERS if getattr(args, name)]
     if given:
         raise UsageError(
             f"--{given[0]} is of workers that have the whole model, and --stages of a pipeline, "
@@ -84,7 +84,7 @@ def _link(text: str, rate: Any) -> tuple[int, float]:
 
 
 def run_stages(scenario: StageScenario) -> dict[str, Any]:
-    """Simulate, print, and return the numbers for programs."""
+    """Simulate a pipeline, print the result, and return it as JSON."""
     from stratagem.plan.simulation.stages import simulate_stages
 
     run, free = simulate_stages(scenario), simulate_stages(scenario.without_links)
@@ -131,7 +131,7 @@ def _print(run: StageRun, free: StageRun) -> None:
 
 
 def _links(run: StageRun, free: StageRun) -> str:
-    """What handing over costs."""
+    """Describe what the links between stages cost."""
     from stratagem.plan.hardware import say_seconds
 
     if run.step < free.step * 1.005:
@@ -146,7 +146,7 @@ if TYPE_CHECKING:
 
 
 def read_wire(text: str | None) -> Wire:
-    """The wire that `--wire` means."""
+    """Read the wire that `--wire` describes."""
     from stratagem.codecs.wire_choice import RECORDS, check_wire
 
     if text is None:
@@ -158,7 +158,7 @@ def read_wire(text: str | None) -> Wire:
 
 
 def read_sync(text: str | None) -> Sync | None:
-    """The cadence that `--sync` means."""
+    """Read the cadence that `--sync` describes."""
     from stratagem.rules.cadence import Sync
 
     if text is None:
@@ -178,7 +178,7 @@ def _record(text: str, option: str, known: str) -> Any:
 
 
 def _value(written: ast.expr) -> Any:
-    """A record, given what stands in its brackets; or a number, text or None."""
+    """Evaluate a call of a record, or a literal."""
     from stratagem.codecs.wire_choice import RECORDS
     from stratagem.rules import cadence
 

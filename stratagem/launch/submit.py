@@ -38,7 +38,7 @@ from stratagem.launch.job_folder import JobFolder, JobRequest
 FILE = "stratagem.toml"
 _UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 _TIME = re.compile(r"(\d+)([mhd])")
-#: options, which a settings file may hold, too: their kinds there, and what --help says
+#: options, also for the settings file: their types there, METAVAR and help
 _OPTIONS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "on": (str, "ENGINE", f"where to: {', '.join(ENGINES)}"),
     "workers": (int, "W", "W workers (1)"),
@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Send the job; 0, or its own exit code with --follow."""
+    """Send the job; return 0, or with --follow the job's exit code."""
     settings = {**settings_of(Path.cwd()), **_given(args)}
     name = settings.get("on")
     if name is None:
@@ -111,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
             return 0
         _show_plan(name, request)
         chosen.send(request, job)
-    except UsageError:  # it was refused; after anything else the job may be under way
+    except UsageError:  # the engine refused; after another error the job may be running
         shutil.rmtree(job.path)
         raise
     finally:
@@ -136,7 +136,7 @@ def _show_plan(name: str, request: JobRequest) -> None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of the project, if there are any."""
+    """Read the settings of the project from stratagem.toml, if there is one."""
     file = next((at / FILE for at in (folder, *folder.parents) if (at / FILE).is_file()), None)
     if file is None:
         return {}
@@ -212,7 +212,7 @@ def _variables(names: Any) -> dict[str, str]:
 
 
 def _hosts(given: Any) -> list[str]:
-    """A list, a list with commas, or a file with one a line."""
+    """Read hosts from a list, a text with commas, or a file with one host a line."""
     if isinstance(given, str) and Path(given).is_file():
         given = [line.partition("#")[0].strip() for line in Path(given).read_text().splitlines()]
     listed = given.split(",") if isinstance(given, str) else given

@@ -1,7 +1,7 @@
-"""Sees the tasks of a job to their end, and all of them out of the way when one fails.
+"""Waits for the processes of a job, and ends all of them when one fails.
 
-A failure, or a signal to the launcher, begins an escalation: the tasks may end by themselves,
-are asked to, and are killed. Every signal goes to a task's whole process group.
+A failure, or a signal to the launcher, begins an escalation: time for the tasks to end by
+themselves, SIGTERM, SIGKILL. Every signal goes to a task's whole process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = tuple[float, signal.Signals]
 
 
 def steps_after(reason: signal.Signals | None, grace: float) -> tuple[Step, ...]:
-    """What to send when, in seconds from now; the reason None is a task that failed."""
+    """Return the signals to send, with seconds from now; the reason None is a failed task."""
     if reason is None:
         return (grace, signal.SIGTERM), (grace + _KILL_AFTER, signal.SIGKILL)
     if reason is signal.SIGINT:
@@ -36,7 +36,7 @@ def steps_after(reason: signal.Signals | None, grace: float) -> tuple[Step, ...]
 
 
 class Escalation:
-    """The steps still to come."""
+    """The signals still to be sent, and when."""
 
     def __init__(self, steps: Sequence[Step], now: float) -> None:
         self._steps = deque((now + delay, number) for delay, number in steps)
@@ -44,7 +44,7 @@ class Escalation:
         self.over = float("inf")
 
     def due(self, now: float) -> list[signal.Signals]:
-        """Take the steps whose time has come."""
+        """Remove and return the signals whose time has come."""
         taken: list[signal.Signals] = []
         while self._steps and self._steps[0][0] <= now:
             taken.append(self._steps.popleft()[1])
@@ -54,7 +54,7 @@ class Escalation:
         return taken
 
     def hurry(self, now: float) -> None:
-        """Do not wait for the next step."""
+        """Send the next signal now, and the later ones earlier by the same time."""
         if self._steps:
             early = self._steps[0][0] - now
             self._steps = deque((when - early, number) for when, number in self._steps)
@@ -72,7 +72,7 @@ class SignalQueue:
             # `nohup` ignores SIGHUP on purpose; a background job's ignored SIGINT is an accident.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
-        # Where it is ignored, exit codes are lost.
+        # Exit codes are lost if SIGCHLD is ignored.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
@@ -85,9 +85,9 @@ class SignalQueue:
 
 
 _TICK = 0.05
-_CULPRIT = 3.0  # for a task to end that another one blames, however short the grace
-_LINGER = 1.0  # for what a task started, once the task itself has ended
-_HELD = 5.0  # after SIGKILL: the kernel does not let the process go
+_CULPRIT = 3.0  # for a task to end that another task blames, however short the grace
+_LINGER = 1.0  # for processes that a task started, once the task itself has ended
+_HELD = 5.0  # after SIGKILL, until a process that is still there counts as stuck in the kernel
 
 
 class LaunchPolicy:
@@ -154,7 +154,7 @@ class Supervisor:
         process.watch(self._ended)
 
     def run(self) -> None:
-        """Return when nothing of any task is left."""
+        """Return when no process of any task is left."""
         while self._left:
             self._hear()
             self._collect()
@@ -172,8 +172,8 @@ class Supervisor:
 
     @property
     def code(self) -> int:
-        """The exit code of the job, as a shell counts: 128 + n for signal n; or that of tasks
-        which have saved before they ended."""
+        """The exit code of the job: of the first failed task, as in a shell 128 + n for signal n;
+        EXIT_CODE if tasks saved and ended."""
         first = self.first
         if first is not None:
             assert first.code is not None
@@ -183,7 +183,7 @@ class Supervisor:
         return 128 + self.stopped if self.stopped is not None else 0
 
     def _hear(self) -> None:
-        """Take the signals that came; a reader who closed our output is one of them."""
+        """Act on the signals that arrived; a closed stdout counts as SIGPIPE."""
         arrived = self._inbox.arrived
         if self._relay.broken.is_set() and self.stopped is None:
             arrived.append(signal.SIGPIPE)
@@ -229,10 +229,10 @@ class Supervisor:
                 return
         self._failed.append(process)
         if len(self._failed) == 1:
-            self._let_the_others_end(process, code)
+            self._begin_to_end(process, code)
 
     def _find_late(self) -> None:
-        """A task has done everything: those that were to join in it have nothing to do."""
+        """After a task has finished the job, find tasks that started too late to take part."""
         now = time.monotonic()
         for process in self._running():
             if process not in self._late:
@@ -250,8 +250,8 @@ class Supervisor:
     def _running(self) -> list[Process]:
         return [process for process in self._left if process.code is None]
 
-    def _let_the_others_end(self, process: Process, code: int) -> None:
-        """After the first failure; one that another has caused may be still to come."""
+    def _begin_to_end(self, process: Process, code: int) -> None:
+        """Begin the escalation after a first failure, which may name a task that still runs."""
         grace, because = self._grace, ""
         if process.because_of and not blames(process, process.task):
             grace, because = max(grace, _CULPRIT), f" because of {process.because_of}"
@@ -274,7 +274,7 @@ class Supervisor:
             self._say(f"{number.name} to {_names(alive)}, still running.")
 
     def _sweep(self, now: float) -> None:
-        """Let go of tasks of which nothing is left; end what others have left behind."""
+        """Let go of tasks without processes; kill processes that outlive their task."""
         for process in list(self._left):
             if process.code is None:
                 continue
@@ -295,7 +295,7 @@ class Supervisor:
 
 
 class Failed(Protocol):
-    """A task that has failed, and whom it blames for it."""
+    """A task that has failed, and the task that it blames."""
 
     @property
     def task(self) -> Task: ...
@@ -307,26 +307,26 @@ F = TypeVar("F", bound=Failed)
 
 
 def culprit(failed: Sequence[F]) -> F | None:
-    """Who failed first: whom the first to end blames, if that one failed, too, and so on."""
+    """Return the task that failed first: from the first to end, follow whom each one blames."""
     seen = list(failed[:1])
     while seen:
         others = (each for each in failed if each is not seen[-1])
         found = next((each for each in others if blames(seen[-1], each.task)), None)
         if found is None:
             return seen[-1]
-        if found in seen:  # each blames the other: the first to end, then
+        if found in seen:  # they blame each other
             return seen[0]
         seen.append(found)
     return None
 
 
 def blames(process: Failed, task: Task) -> bool:
-    """Whether it ended because of this task, or of a replica of it: "worker 1 replica 2"."""
+    """Whether a process blames this task or one of its replicas ("worker 1 replica 2")."""
     return f"{process.because_of} ".startswith(f"{task} ")
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -348,9 +348,9 @@ _UNKNOWN = "no task has said why"
 
 
 def write_end(job: JobFolder, code: int) -> int:
-    """Write down how the job ended, by what its tasks have written; its exit code.
+    """Write how the job ended, from the ends that its tasks wrote; return its exit code.
 
-    `code` is what their starter says, which a task that ended itself knows better.
+    `code`, from the process that started the tasks, counts where no task has written one.
     """
     ends = job.ends()
     first = culprit([end for end in ends if end.code and not end.stopped])
@@ -368,13 +368,13 @@ def write_end(job: JobFolder, code: int) -> int:
 
 
 def verdict(first: TaskEnd) -> str:
-    """Who failed, how, and its last lines."""
+    """Describe the first failure, with the task's last lines."""
     killed = first.code - 128 in signal.valid_signals()
     return last_word(first.task, ending(128 - first.code if killed else first.code), first.tail)
 
 
 def last_word(task: Task, how: str, tail: Sequence[str]) -> str:
-    """Who failed first, how, and what it said."""
+    """Describe the first failure: task, ending, last lines of stderr."""
     if not tail:
         return f"{task} failed first: {how}; it wrote nothing to stderr."
     lines = (f"    {line}" for line in tail)

@@ -74,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       %(prog)s --resume --out DIR"
     )
     _add_options(parser)
-    # The script's own flags follow it, and options of ours among them; main takes them apart.
+    # The script's flags and the sweep's options may be mixed after it; main separates them.
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="train.py ...")
 
 
 class _OwnOptions(argparse.ArgumentParser):
-    """The sweep's options among a script's."""
+    """Parses the sweep's options among the arguments of a script."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -95,7 +95,7 @@ class _OwnOptions(argparse.ArgumentParser):
         raise UsageError(f"{message} (see stratagem sweep --help)")
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The sweep's words, and the script's."""
+        """Split into the sweep's options and the script's arguments."""
         own: list[str] = []
         script: list[str] = []
         left = list(words)
@@ -114,7 +114,7 @@ class _OwnOptions(argparse.ArgumentParser):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the sweep to its end; 1 if no trial came to one."""
+    """Run the sweep; 1 if no trial is complete."""
     options = _OwnOptions()
     own, words = options.split(args.module or args.words)
     args = options.parse_args(own, args)
@@ -161,7 +161,7 @@ def _out(args: argparse.Namespace, words: Sequence[str]) -> Path:
 def _settings(
     args: argparse.Namespace, words: Sequence[str], begun: SweepSettings | None
 ) -> SweepSettings:
-    """What is asked for; what is not said is as it was begun."""
+    """The settings that the options give; a resumed sweep keeps those that are not given."""
     if begun is not None and not words:
         _check_place(begun)
         said = {name: vars(args)[name] for name in ("keep", "sampler", "seed", "prune")}
@@ -184,7 +184,7 @@ def _settings(
 
 
 def _submit(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    """Options of `stratagem submit` for the trials' jobs; none if they run on this machine."""
     names = ("on", "workers", "gpus_per_worker", "hosts")
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given and "on" not in given:

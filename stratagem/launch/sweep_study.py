@@ -1,7 +1,7 @@
-"""The trials of a sweep in Optuna's journal: asked and told by one process, in order.
+"""The trials of a sweep in Optuna's journal, which one process writes.
 
-For random search and grids a trial's values follow from the seed and its number alone, so neither
-the number of slots nor a restart changes them. TPE also looks at what is known when it is asked.
+In random search and grids a trial's values follow from the seed and its number alone, so neither
+the number of slots nor a restart changes them. TPE also uses the results so far.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from optuna.pruners import PercentilePruner
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 _NAME = "sweep"
 #: pruning begins once so many trials are complete, and with this epoch of a trial
 _STARTUP_TRIALS, _FIRST_EPOCH = 5, 3
-#: of 100 complete trials, those that one must not be behind; the median ends slow starters
+#: the percentile of complete trials that a trial must reach; the median would end slow starters
 _AHEAD = 75.0
 _ENDED = {
     TrialState.COMPLETE: "done",
@@ -54,7 +55,7 @@ _ENDED = {
 
 
 def pruner() -> PercentilePruner:
-    """Ends a trial that is behind three quarters of the complete ones at the same epoch."""
+    """Prunes a trial that is behind three quarters of the complete trials at the same epoch."""
     return PercentilePruner(_AHEAD, n_startup_trials=_STARTUP_TRIALS, n_warmup_steps=_FIRST_EPOCH)
 
 
@@ -67,7 +68,7 @@ class SweepStudy:
         axes, _ = settings.space
         self._space = {name_of(axis.flag): _distribution(axis) for axis in axes}
         self._points = grid(axes) if settings.sampler == "grid" else []
-        self._direction = "maximize" if settings.larger else "minimize"
+        self._direction = StudyDirection.MAXIMIZE if settings.larger else StudyDirection.MINIMIZE
         self._study = optuna.create_study(
             study_name=_NAME,
             storage=JournalStorage(JournalFileBackend(str(folder.journal))),
@@ -100,7 +101,7 @@ class SweepStudy:
         ]
 
     def ask(self) -> int:
-        """The number of the next trial, which the journal gets with its values, in one line."""
+        """Write a new trial and its values to the journal, in one line; return its number."""
         number = self.count()
         drawn = self._drawn(number)
         self._study.add_trial(

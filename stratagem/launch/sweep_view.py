@@ -1,4 +1,4 @@
-"""A sweep as it goes: a table on a terminal, a line for each event elsewhere."""
+"""Shows the progress of a sweep: a table on a terminal, else a line for each event."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrialRow(SweepTrial):
 
 
 def _short(value: str) -> str:
-    """Six digits of a long number; the whole one is in args.json."""
+    """Shorten a long number to six digits; args.json has all of them."""
     try:
         return f"{float(value):.6g}" if len(value) > 9 else value
     except ValueError:
@@ -45,7 +45,7 @@ def _short(value: str) -> str:
 
 
 def time_left(ended: list[float], running: list[float], waiting: int, slots: int) -> float | None:
-    """Seconds, if trials go on taking what they took so far; None before one has ended."""
+    """Seconds left if trials take as long as before; None until a trial has ended."""
     if not ended:
         return None
     each = sum(ended) / len(ended)
@@ -61,7 +61,7 @@ def in_words(seconds: float) -> str:
 
 
 class SweepView:
-    """Shows what it is told of; `rows` has every trial."""
+    """Prints what happens to trials; `rows` has every trial."""
 
     def __init__(
         self, metric: str, larger: bool, trials: int, slots: int, stream: TextIO | None = None
@@ -90,7 +90,7 @@ class SweepView:
             self._live = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line, above the table if there is one."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
@@ -160,7 +160,7 @@ _UNKNOWN = "unrecognized arguments: "  # as argparse says it
 
 
 def summary(settings: SweepSettings, study: SweepStudy) -> list[str]:
-    """How the trials ended, and the best of them."""
+    """The summary of a sweep: how its trials ended, and the best of them."""
     ranked, ended = study.ranked(), study.ended()
     counts = Counter(each.state for each in ended)
     told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
@@ -173,7 +173,7 @@ def summary(settings: SweepSettings, study: SweepStudy) -> list[str]:
 
 
 def write_table(settings: SweepSettings, folder: SweepFolder, study: SweepStudy) -> None:
-    """The outcome of every trial, for spreadsheets."""
+    """Write the outcome of every trial as CSV."""
     best, rows = [each.number for each in study.ranked()][: settings.keep], []
     for each in study.ended():
         kept = each.number in best
@@ -183,7 +183,7 @@ def write_table(settings: SweepSettings, folder: SweepFolder, study: SweepStudy)
 
 
 def without_metric(settings: SweepSettings, number: int, names: Sequence[str]) -> str:
-    """The first trial to end has written these, and not the metric that decides."""
+    """The sentence for a first trial that wrote these metrics, but not the one that decides."""
     metric, script = settings.metric, settings.script
     if not names:
         return (

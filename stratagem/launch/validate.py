@@ -1,7 +1,7 @@
-"""Predicted against measured: what fits on this machine is really run.
+"""Predicted against measured: trains every configuration that fits on this machine.
 
-All configurations are run in turns, several times over, and the median of a configuration's rounds
-counts: a bad moment of the machine is one round of one row.
+All configurations are run in turns, for several rounds, and the median of a configuration's rounds
+counts: a bad moment of the machine then spoils one round of one row only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stratagem.strategies.tensor_parallel import TensorParallelStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.wire.device_kinds import KINDS
 
-#: of the steps of a round that count, and as long before them, and how many steps that is
+#: of the steps that are timed, and as long before them; how many steps at least and at most
 _SECONDS, _LEAST, _MOST = 0.75, 2, 100
 ROUNDS = 3
 _RESTLESS = 0.15  # by how much a row may differ from itself on a quiet machine
@@ -56,7 +56,7 @@ Train = Callable[[Strategy, Any, int], float]
 
 @dataclass(frozen=True)
 class ValidationRow:
-    """Seconds of a step, both ways."""
+    """Predicted and measured seconds of a step."""
 
     configuration: Configuration
     predicted: float
@@ -73,7 +73,7 @@ class ValidationRow:
 
     @property
     def spread(self) -> float:
-        """From the fastest round to the slowest, as a part of the median."""
+        """The difference of slowest and fastest round, as a part of the median."""
         return (max(self.rounds) - min(self.rounds)) / self.measured
 
 
@@ -85,7 +85,7 @@ def validate(
     rounds: int = ROUNDS,
     say: Say = lambda text: None,
 ) -> list[ValidationRow]:
-    """Run these configurations, or all that this machine can hold, in turns."""
+    """Run these configurations, or all that fit on this machine, in turns."""
     train = trainer(trial)
     chosen = fitting(plan) if chosen is None else chosen
     said = [predict(plan.profile, plan.hardware, each, plan.calibration).step for each in chosen]
@@ -106,7 +106,7 @@ def validate(
 def _measured(
     plan: Plan, trial: DryRun, train: Train, each: Configuration, predicted: float
 ) -> float:
-    """Seconds of a step, by a strategy that is started for it."""
+    """Measure seconds of a step, with a strategy made for it."""
     steps = int(min(max(_LEAST, _SECONDS / predicted), _MOST))
     rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
     steps *= each.replicas if each.asynchronous else 1
@@ -118,7 +118,7 @@ def _measured(
 
 
 def trainer(trial: DryRun) -> Train:
-    """What trains a copy, if the script's training can be repeated at all."""
+    """Return the function that trains a copy of the model, if the training can be repeated."""
     if trial.train is None:
         raise UsageError(
             "a loop of one's own cannot be run with other strategies from outside, so there is "
@@ -128,7 +128,7 @@ def trainer(trial: DryRun) -> Train:
 
 
 def fitting(plan: Plan) -> list[Configuration]:
-    """What can be run here without sharing a device, and what was measured in spite of that."""
+    """Configurations that share no device here, and those measured although they do."""
     gpus = KINDS["cuda"].count() if plan.profile.device == "cuda" else 0
     most = gpus or max(cores(), *(n for n, _ in plan.profile.crowd), 1)
     counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
@@ -148,8 +148,8 @@ def fitting(plan: Plan) -> list[Configuration]:
 
 
 def _divides(cfg: Configuration, n: int) -> bool:
-    """Sharded, divided layers, and every schedule of a pipeline and of rows of them, with two
-    microbatches or chunks a stage."""
+    """Whether this is one of the strategies that divide a model over `n` devices; of pipelines and
+    meshes, every schedule with two microbatches or chunks a stage."""
     if cfg.hosts > 1 or cfg.replicas != n:
         return False
     return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
@@ -176,7 +176,7 @@ def _strategy(cfg: Configuration, device: str) -> Strategy:
 
 @contextmanager
 def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
-    """One device has the threads that it was planned with; replicas share out the cores."""
+    """Give one device the threads that it was planned with; replicas divide the cores."""
     before = torch.get_num_threads()
     if cfg.replicas == 1 and plan.profile.device == "cpu":
         torch.set_num_threads(plan.profile.threads)
@@ -187,10 +187,9 @@ def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
 
 
 def restless(rows: Sequence[ValidationRow]) -> str:
-    """A sentence, if one device is not as fast as it was, or a row not as fast in one round as in
-    another: then the errors are the machine's, too.
+    """A note if one device or the rounds of a row differ in speed: the machine causes errors, too.
 
-    What one device is predicted to take is what it took when it was profiled.
+    The prediction for one device is the time that it took when it was profiled.
     """
     notes = []
     for row in rows:
@@ -214,7 +213,7 @@ def restless(rows: Sequence[ValidationRow]) -> str:
 
 
 def compare(plan: Plan, trial: DryRun, rounds: int, say: Say) -> int:
-    """Print the table of `validate`, and while it runs what each round has measured."""
+    """Run `validate` and print its table; return the exit code."""
     console = Console()
     title = f"predicted against measured, ms a step, the median of {rounds}"
     table = Table("configuration", box=SIMPLE, title=title)
