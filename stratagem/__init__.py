@@ -15,68 +15,43 @@ _choose_keras_backend()
 
 __version__ = "0.1.0"
 
+#: where each public name is defined
 _HOMES = {
-    "stratagem.cluster.spec": ["ClusterSpec", "Place", "Task"],
-    "stratagem.codecs.int8": ["Int8"],
-    "stratagem.codecs.low_rank": ["PowerSGD"],
-    "stratagem.codecs.sign": ["Sign"],
-    "stratagem.codecs.topk": ["TopK"],
-    "stratagem.errors": [
-        "ClusterError",
-        "DeviceError",
-        "HandshakeError",
-        "NotDistributable",
-        "ReplicaError",
-        "ReplicaFailed",
-        "ReplicaLost",
-        "ReplicaMissing",
-        "ReplicaStalled",
-        "StratagemError",
-        "UsageError",
-    ],
-    "stratagem.frontends.ensemble": ["Ensemble"],
-    "stratagem.frontends.model": ["Model"],
-    "stratagem.frontends.quantize": ["quantize"],
-    "stratagem.launch.notebook_sweep": ["sweep"],
-    "stratagem.rules.cadence": ["DiLoCo", "EveryStep", "Gossip", "LocalSteps", "Outer"],
-    "stratagem.launch.ray_cluster": ["RayCluster"],
-    "stratagem.rules.stats": ["Stats"],
-    "stratagem.rules.updates": [
-        "Asynchronous",
-        "DelayCompensated",
-        "Drop",
-        "GapAware",
-        "LowerRate",
-        "Policy",
-        "Ramp",
-        "ScaleDown",
-        "Synchronous",
-    ],
-    "stratagem.state.checkpoint_folder": ["Checkpoints"],
-    "stratagem.state.partition": ["FixedShards", "MaxSize", "MinSize"],
-    "stratagem.strategies.central_storage": ["CentralStorageStrategy"],
-    "stratagem.training.cross_device": [
-        "CrossDeviceOps",
-        "HierarchicalCopyAllReduce",
-        "NcclAllReduce",
-        "ReductionToOneDevice",
-        "RingAllReduce",
-        "SharedMemoryAllReduce",
-    ],
-    "stratagem.strategies.mirrored": ["MirroredStrategy", "MultiWorkerMirroredStrategy"],
-    "stratagem.strategies.parameter_server": ["ParameterServerStrategy"],
-    "stratagem.strategies.sharded": ["ShardedStrategy"],
-    "stratagem.strategies.pipeline": ["PipelineStrategy"],
-    "stratagem.strategies.mesh": ["Mesh"],
-    "stratagem.strategies.tensor_parallel": ["TensorParallelStrategy"],
-    "stratagem.strategies.tpu": ["TPUStrategy"],
-    "stratagem.cluster.tpu_resolver": ["TPUClusterResolver"],
-    "stratagem.servers.local_cluster": ["LocalCluster"],
-    "stratagem.training.replica": ["Replica", "current_replica"],
-    "stratagem.strategies.strategy": ["Strategy", "get_strategy"],
-    "stratagem.training.agreement": ["Patience"],
+    "cluster.spec": "ClusterSpec Place Task",
+    "cluster.tpu_resolver": "TPUClusterResolver",
+    "codecs.int8": "Int8",
+    "codecs.low_rank": "PowerSGD",
+    "codecs.sign": "Sign",
+    "codecs.topk": "TopK",
+    "errors": "ClusterError DeviceError HandshakeError NotDistributable ReplicaError ReplicaFailed "
+    "ReplicaLost ReplicaMissing ReplicaStalled StratagemError UsageError",
+    "frontends.ensemble": "Ensemble",
+    "frontends.model": "Model",
+    "frontends.quantize": "quantize",
+    "launch.notebook_sweep": "sweep",
+    "launch.ray_cluster": "RayCluster",
+    "rules.cadence": "DiLoCo EveryStep Gossip LocalSteps Outer",
+    "rules.stats": "Stats",
+    "rules.updates": "Asynchronous DelayCompensated Drop GapAware LowerRate Policy Ramp ScaleDown "
+    "Synchronous",
+    "servers.local_cluster": "LocalCluster",
+    "state.checkpoint_folder": "Checkpoints",
+    "state.partition": "FixedShards MaxSize MinSize",
+    "strategies.central_storage": "CentralStorageStrategy",
+    "strategies.mesh": "Mesh",
+    "strategies.mirrored": "MirroredStrategy MultiWorkerMirroredStrategy",
+    "strategies.parameter_server": "ParameterServerStrategy",
+    "strategies.pipeline": "PipelineStrategy",
+    "strategies.sharded": "ShardedStrategy",
+    "strategies.strategy": "Strategy get_strategy",
+    "strategies.tensor_parallel": "TensorParallelStrategy",
+    "strategies.tpu": "TPUStrategy",
+    "training.agreement": "Patience",
+    "training.cross_device": "CrossDeviceOps HierarchicalCopyAllReduce NcclAllReduce "
+    "ReductionToOneDevice RingAllReduce SharedMemoryAllReduce",
+    "training.replica": "Replica current_replica",
 }
-_WHERE = {name: home for home, names in _HOMES.items() for name in names}
+_WHERE = {name: f"stratagem.{home}" for home, names in _HOMES.items() for name in names.split()}
 _MODULES = {
     "callbacks": "stratagem.frontends.callbacks",
     "experimental": "stratagem.experimental",
@@ -93,39 +68,17 @@ if TYPE_CHECKING:
     from stratagem.codecs.low_rank import PowerSGD as PowerSGD
     from stratagem.codecs.sign import Sign as Sign
     from stratagem.codecs.topk import TopK as TopK
-    from stratagem.errors import (
-        ClusterError as ClusterError,
-    )
-    from stratagem.errors import (
-        DeviceError as DeviceError,
-    )
-    from stratagem.errors import (
-        HandshakeError as HandshakeError,
-    )
-    from stratagem.errors import (
-        NotDistributable as NotDistributable,
-    )
-    from stratagem.errors import (
-        ReplicaError as ReplicaError,
-    )
-    from stratagem.errors import (
-        ReplicaFailed as ReplicaFailed,
-    )
-    from stratagem.errors import (
-        ReplicaLost as ReplicaLost,
-    )
-    from stratagem.errors import (
-        ReplicaMissing as ReplicaMissing,
-    )
-    from stratagem.errors import (
-        ReplicaStalled as ReplicaStalled,
-    )
-    from stratagem.errors import (
-        StratagemError as StratagemError,
-    )
-    from stratagem.errors import (
-        UsageError as UsageError,
-    )
+    from stratagem.errors import ClusterError as ClusterError
+    from stratagem.errors import DeviceError as DeviceError
+    from stratagem.errors import HandshakeError as HandshakeError
+    from stratagem.errors import NotDistributable as NotDistributable
+    from stratagem.errors import ReplicaError as ReplicaError
+    from stratagem.errors import ReplicaFailed as ReplicaFailed
+    from stratagem.errors import ReplicaLost as ReplicaLost
+    from stratagem.errors import ReplicaMissing as ReplicaMissing
+    from stratagem.errors import ReplicaStalled as ReplicaStalled
+    from stratagem.errors import StratagemError as StratagemError
+    from stratagem.errors import UsageError as UsageError
     from stratagem.frontends import callbacks as callbacks
     from stratagem.frontends.ensemble import Ensemble as Ensemble
     from stratagem.frontends.model import Model as Model
@@ -157,9 +110,7 @@ if TYPE_CHECKING:
         CentralStorageStrategy as CentralStorageStrategy,
     )
     from stratagem.strategies.mesh import Mesh as Mesh
-    from stratagem.strategies.mirrored import (
-        MirroredStrategy as MirroredStrategy,
-    )
+    from stratagem.strategies.mirrored import MirroredStrategy as MirroredStrategy
     from stratagem.strategies.mirrored import (
         MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
     )

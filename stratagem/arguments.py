@@ -1,4 +1,4 @@
-"""Arguments by name: one that a function does not have gets a sentence instead of a TypeError."""
+"""Errors for wrong arguments: a sentence instead of a TypeError."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Result = TypeVar("Result")
 def by_name(
     method: Callable[Args, Result], elsewhere: Mapping[str, str] | None = None
 ) -> Callable[Args, Result]:
-    """Return the method, with a sentence for arguments that it does not have.
+    """Wrap a method so that an unknown argument raises a sentence.
 
-    `elsewhere`: what other libraries call them, and what to do instead.
+    `elsewhere`: names of such arguments in other libraries, and what to do instead.
     """
     parameters = list(inspect.signature(method).parameters.values())[1:]
     known = [p.name for p in parameters]

@@ -1,4 +1,4 @@
-"""Names that tf.distribute has under `experimental`, which people type after a book."""
+"""The names of `tf.distribute.experimental`, for code that follows a book."""
 
 from __future__ import annotations
 

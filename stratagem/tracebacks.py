@@ -1,4 +1,4 @@
-"""Tracebacks as users want them: the lines of the script, and not those of this package.
+"""Tracebacks of users' scripts, without the frames of this package.
 
 `STRATAGEM_TRACEBACK=1`, or `stratagem run --traceback`, shows everything.
 """
@@ -27,7 +27,7 @@ def described(error: BaseException) -> str:
 
 
 def _shorten(whole: TracebackException, error: BaseException) -> None:
-    if isinstance(error, ReplicaError):  # what happened to the other one is in the message
+    if isinstance(error, ReplicaError):  # the message says what happened to the other replica
         whole.__cause__ = whole.__context__ = None
     for inner, its in ((whole.__cause__, error.__cause__), (whole.__context__, error.__context__)):
         if inner is not None and its is not None:
@@ -50,12 +50,12 @@ def _is_users(frame: FrameSummary) -> bool:
     )
 
 
-#: add to an error what is known of its circumstances
+#: functions that add to an error what is known of its circumstances
 explainers: list[Callable[[BaseException], None]] = []
 
 
 def install() -> None:
-    """Have errors that end this process shown so, unless somebody else shows them."""
+    """Show errors that end this process by `described`, unless there is another excepthook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 

@@ -7,5 +7,5 @@ from __future__ import annotations
 
 #: where a name lies (tests/compat has one object of each kind), and why it is needed
 PRIVATE = {
-    "FrozenTrial._trial_id": "to go on with a trial that another process has asked for",
+    "FrozenTrial._trial_id": "to report the epochs of a trial that is known by its number",
 }

@@ -27,6 +27,7 @@ from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.waiting import FIRST, Wait, say_missing
 from stratagem.errors import ClusterError, StratagemError
+from stratagem.launch.cli import declare
 from stratagem.launch.probe import (
     CheckRow,
     Speed,
@@ -44,11 +45,11 @@ log = logging.getLogger("stratagem")
 
 CONNECT = 3.0  # seconds for one try to connect
 RETRY = 0.3  # seconds between two tries
-REFUSALS = 5  # failures in a row, from the first certain one on, until we believe it
+REFUSALS = 5  # failures in a row, from the first certain one on, that make it final
 
 
 class CheckRound:
-    """One run of a check: a caller for each other task, and an answering thread a visitor."""
+    """One run of a check: a thread that calls each other task, and one for each caller."""
 
     def __init__(self, spec: ClusterSpec, task: Task | None, secret: bytes, size: int) -> None:
         self._me = "" if task is None else str(task)
@@ -63,7 +64,7 @@ class CheckRound:
         self._over = threading.Event()
 
     def run(self, wait: float) -> list[CheckRow]:
-        """Call until every task is reached and has reached us, or `wait` seconds are over."""
+        """Call until each task is reached and has reached this one, or `wait` seconds are over."""
         door = self._listen() if self._me in self._places else None
         try:
             for name in self._others:
@@ -87,7 +88,7 @@ class CheckRound:
             say_missing([Member(name, self._places[name]) for name in missing], patience)
 
     def _unfinished(self, listening: bool) -> list[str]:
-        """Tasks not yet tried to an end, and those that we reached but that did not reach us."""
+        """Tasks without a certain result, and tasks that were reached but did not call here."""
         rows = self._rows
         return [
             name
@@ -123,7 +124,7 @@ class CheckRound:
             if row.certain and not row.ok:
                 refusal = row
             if refusal is not None and not row.ok:
-                # A peer that refused us and is gone now says no less than one that refuses still.
+                # A peer that has refused and is gone counts as one that still refuses.
                 row, refusals = refusal, refusals + 1
             certain = row.certain and (row.ok or refusals >= REFUSALS)
             if not self._over.is_set():
@@ -146,14 +147,14 @@ class CheckRound:
 
     def _measure(self, name: str, sock: socket.socket) -> CheckRow:
         try:
-            with self._measuring:  # two at once would halve each other's bandwidth
+            with self._measuring:  # two measurements would halve each other's bandwidth
                 speed = measure(sock, self._size)
         except OSError as problem:
             return broke_off(name, self._places[name], problem)
         return measured(name, self._places[name], speed)
 
     def _listen(self) -> Acceptor | None:
-        """Open this task's own port; a port that cannot be opened is a finding like others."""
+        """Listen at this task's port; a port that cannot be opened is a row of the table."""
         address = self._places[self._me]
         try:
             listener = listen(address, self._me)
@@ -183,27 +184,23 @@ WIDE = 130  # columns from which the remedies have room inside the table
 def check(
     spec: ClusterSpec, task: Task | None, *, secret: bytes, wait: float, size_bytes: int
 ) -> list[CheckRow]:
-    """Try every task of the cluster, answering the checks of the other tasks; one row a task."""
+    """Call every task and answer the checks of other tasks; return a row for each task."""
     return CheckRound(spec, task, secret, size_bytes).run(wait)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem check`."""
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="JSON: the cluster, or all that TF_CONFIG holds; else the environment is read",
-    )
-    parser.add_argument("--task", metavar="ROLE:N", help="this machine's task, as worker:1")
-    parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="seconds to try for")
-    parser.add_argument(
-        "--megabytes", type=float, default=16.0, metavar="M", help="sent each way to measure"
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen on a network without STRATAGEM_SECRET"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE", help="the table for programs; stratagem plan --network reads it"
+    declare(
+        parser,
+        (
+            "--cluster FILE",
+            "JSON: the cluster, or all that TF_CONFIG holds; else the environment is read",
+        ),
+        ("--task ROLE:N", "this machine's task, as worker:1"),
+        ("--wait S", "seconds to try for", float, 30.0),
+        ("--megabytes M", "sent each way to measure", float, 16.0),
+        ("--insecure", "listen on a network without STRATAGEM_SECRET"),
+        ("--json FILE", "the table for programs; stratagem plan --network reads it"),
     )
 
 

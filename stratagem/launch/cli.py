@@ -1,8 +1,7 @@
 """The command `stratagem`; it answers --help without importing torch.
 
 A sub-command is a module, or a class in one, with `add_arguments(parser)` and `main(args)`; it is
-imported when it is the one asked for, and its docstring is its help. With `APART` it runs in a
-process of its own.
+imported when it is called, and its docstring is its help. With `APART` it runs in a child process.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from stratagem.launch.tether import die_with
 
 
 def below(limit: float, what: str) -> Callable[[str], float]:
-    """A reader of numbers from 0 to less than `limit`."""
+    """Return a reader of numbers from 0 to less than `limit`."""
 
     def read(text: str) -> float:
         try:
@@ -41,7 +40,7 @@ def below(limit: float, what: str) -> Callable[[str], float]:
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers from `least` on."""
+    """Return a reader of whole numbers from `least` on."""
 
     def read(text: str) -> int:
         if text.strip().isdecimal() and int(text) >= least:
@@ -49,6 +48,31 @@ def whole(least: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, {least} or more")
 
     return read
+
+
+#: a flag and its METAVAR, if it takes a value; the help; a reader (`str`); a default
+Option = tuple[str, str] | tuple[str, str, Any] | tuple[str, str, Any, Any]
+
+
+def declare(parser: argparse.ArgumentParser, *options: Option) -> None:
+    """Declare options, a row each; one without a METAVAR is a switch, a list may be repeated."""
+    for flag, text, *more in options:
+        name, _, metavar = flag.partition(" ")
+        read, default = more[0] if more else str, more[1] if len(more) > 1 else None
+        if not metavar:
+            default = default if len(more) > 1 else False
+            parser.add_argument(name, action="store_true", default=default, help=text)
+        elif read is list:
+            parser.add_argument(name, action="append", metavar=metavar, default=default, help=text)
+        else:
+            parser.add_argument(name, type=read, metavar=metavar, default=default, help=text)
+
+
+def declare_script(parser: argparse.ArgumentParser) -> None:
+    """Declare a script, or -m and a module, and all arguments after it."""
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, metavar="module", help="run a module")
+    parser.add_argument("script", nargs=rest, help="a Python script and its arguments")
 
 
 def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
@@ -69,7 +93,7 @@ def script_words(args: argparse.Namespace, example: str) -> tuple[str, ...]:
 
 
 def check_outputs(files: Mapping[str, str | None]) -> None:
-    """Refuse, before all the work, files by option that could not be written after it."""
+    """Refuse output files, by option, that could not be written once the work is done."""
     named = {option: Path(file) for option, file in files.items() if file is not None}
     for option, file in named.items():
         if not file.absolute().parent.is_dir():
@@ -80,7 +104,7 @@ def check_outputs(files: Mapping[str, str | None]) -> None:
         try:
             if file.exists() and not os.access(file, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            if file.is_file() or not file.exists():  # else a pipe or a device, written as it is
+            if file.is_file() or not file.exists():  # a pipe or a device is not tried
                 trial.touch()
                 trial.unlink()
         except OSError as problem:
@@ -98,7 +122,7 @@ class Killed(StratagemError):
 
 
 def apart(work: Callable[[], int]) -> int:
-    """The exit code of `work`, done in a child: signals are passed on, and its death is told."""
+    """Do `work` in a child process; pass signals on, and explain its death. The exit code."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -114,7 +138,7 @@ def _wait(child: int) -> int:
         os.kill(child, number)
 
     before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal tells both
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child has it, too
     try:
         _, status = os.waitpid(child, 0)
     finally:
@@ -130,7 +154,7 @@ def _wait(child: int) -> int:
     return 128 - code if code < 0 else code
 
 
-#: where each sub-command is in this folder, and what it does
+#: the module of each sub-command in this folder, and its summary
 COMMANDS = {
     "run": ("run", "start a cluster on this machine"),
     "submit": ("submit", "send a job to Slurm, Kubernetes, Ray, Vertex AI or ssh hosts"),
@@ -161,7 +185,7 @@ _EXAMPLES = """examples:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage before it."""
+    """Raises errors as one sentence, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -170,7 +194,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; the exit code of the process."""
+    """Run one sub-command; return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = argv is None  # else a test, or another program
     name = next((word for word in words if not word.startswith("-")), "")
@@ -202,7 +226,7 @@ def _dispatch(words: Sequence[str], name: str, command: bool) -> int:
 
 
 def _imported(where: str) -> Any:
-    """The sub-command of MODULE or MODULE:CLASS."""
+    """Import the sub-command of MODULE or MODULE:CLASS."""
     module, _, name = where.partition(":")
     found = importlib.import_module(f"stratagem.launch.{module}")
     return getattr(found, name) if name else found
@@ -217,7 +241,7 @@ def _unknown(word: str, name: str, options: Sequence[str]) -> str:
 
 
 def _parser(chosen: str, found: Any) -> tuple[argparse.ArgumentParser, list[str]]:
-    """All the sub-commands, and the options of the chosen one, which are also listed."""
+    """A parser of all sub-commands with the options of the chosen one, and a list of these."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="stratagem", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=raw

@@ -1,12 +1,12 @@
-"""One task of a submitted job, on the machine where it runs.
+"""Runs one task of a submitted job, on the machine of the task.
 
-python -m stratagem.launch.far_task slurm FOLDER   under srun: its place is in the environment
-python -m stratagem.launch.far_task kubernetes SCRIPT ...   in a pod: its index is there, too
+python -m stratagem.launch.far_task slurm FOLDER   under srun, which names the task
+python -m stratagem.launch.far_task kubernetes SCRIPT ...   in a pod, which has an index
 python -m stratagem.launch.far_task vertex SCRIPT ...   on a machine of Vertex AI
-python -m stratagem.launch.far_task ssh            it is told on stdin what to run, and ends with it
-python -m stratagem.launch.far_task probe          whether a task could run here
+python -m stratagem.launch.far_task ssh            reads the task from stdin, and ends with it
+python -m stratagem.launch.far_task probe          reports whether a task could run here
 
-What it is told on stdin is one line of JSON, so that no secret is ever on a command line.
+The task on stdin is one line of JSON, so that no secret is ever on a command line.
 """
 
 from __future__ import annotations
@@ -33,13 +33,23 @@ from stratagem.launch.job_folder import JobFolder, LogFile, TaskEnd, now
 from stratagem.launch.output import Relay, Sink
 from stratagem.launch.processes import Guard, Process
 from stratagem.launch.run import count_gpus
-from stratagem.launch.supervise import SignalQueue, Supervisor
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor
 
 #: seconds from SIGTERM to SIGKILL: a training may have something to save, unless a task has failed
 GRACE = 20.0
 _AFTER_A_FAILURE = 3.0
 #: seconds for the names of all pods to be known
 _NAMES = 600.0
+
+
+class _TimeToSave(LaunchPolicy):
+    """Time to save for a task that is told to end, unless another task has failed."""
+
+    def __init__(self, failed: Callable[[], bool]) -> None:
+        self._failed = failed
+
+    def grace_after_signal(self) -> float:
+        return 0.0 if self._failed() else GRACE
 
 
 def run(
@@ -51,7 +61,7 @@ def run(
     failed: Callable[[], bool] = lambda: False,
 ) -> TaskEnd:
     """Run the task to its end; `attend` may put signals into the queue; `failed`: whether another
-    task has failed, and this one is told to end because of it."""
+    task has failed, which shortens the time to end after a signal."""
     with SignalQueue() as inbox, Guard() as guard, ExitStack() as stack:
         process = Process(task, words, environ, guard.folder / "because")
         stack.callback(process.kill)
@@ -59,14 +69,8 @@ def run(
         relay.add(process, 0)
         relay.start()
         attend(inbox)
-        supervisor = Supervisor(
-            [process],
-            guard,
-            relay,
-            inbox,
-            _AFTER_A_FAILURE,
-            told=lambda: 0.0 if failed() else GRACE,
-        )
+        policy = _TimeToSave(failed)
+        supervisor = Supervisor([process], guard, relay, inbox, _AFTER_A_FAILURE, policy=policy)
         supervisor.run()
         relay.close()
         while not relay.join(1.0) and not relay.broken.is_set():
@@ -77,12 +81,12 @@ def run(
     if stopped and process.code and process.code > 0:
         code = process.code
     if process.code == -signal.SIGTERM and signal.SIGTERM in inbox.arrived:
-        stopped = True  # Slurm signals all processes at once, and the task was the quicker one
+        stopped = True  # Slurm signals all processes, and the task ended first
     return TaskEnd(task, code, process.because_of, now(), tail, stopped)
 
 
 def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, str]) -> Any:
-    """What the task finds in its environment."""
+    """The environment of the task."""
     threads = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(cores())}
     return {
         **os.environ,
@@ -95,7 +99,7 @@ def environment(spec: ClusterSpec, task: Task, secret: str, more: Mapping[str, s
 
 
 def under_slurm(folder: str) -> int:
-    """A task of a step: which, and where the others are, srun has said."""
+    """Run a task of a Slurm step, with the cluster that srun describes."""
     job = JobFolder(Path(folder))
     request = job.request
     place = from_slurm(os.environ)
@@ -110,7 +114,7 @@ def under_slurm(folder: str) -> int:
         words, relay = [request.python, *request.words], Relay(log, log)
         end = run(task, words, environ, relay, failed=lambda: _has_failed(job))
     job.task_ended(end)
-    return 0 if end.stopped else end.code  # srun would kill those that are still saving
+    return 0 if end.stopped else end.code  # else srun would kill tasks that still save
 
 
 def _has_failed(job: JobFolder) -> bool:
@@ -118,13 +122,13 @@ def _has_failed(job: JobFolder) -> bool:
 
 
 def in_a_pod(words: list[str]) -> int:
-    """A task of an Indexed Job: becomes the script, once all names resolve."""
+    """Become the script of a task of an Indexed Job, once all names of pods resolve."""
     index = os.environ.get("JOB_COMPLETION_INDEX", "")
     if not index.isdecimal() or "STRATAGEM_CLUSTER" not in os.environ:
         raise UsageError("this is no pod of an Indexed Job that `stratagem submit` has made")
     jobs = json.loads(os.environ["STRATAGEM_CLUSTER"])
     tasks = [Task(role, i) for role, listed in jobs.items() for i in range(len(listed))]
-    role = os.environ.get("STRATAGEM_ROLE")  # in a JobSet each role has a Job, counted by itself
+    role = os.environ.get("STRATAGEM_ROLE")  # in a JobSet each role has a Job of its own
     task = Task(role, int(index)) if role else tasks[int(index)]
     for address in (each for listed in jobs.values() for each in listed):
         _await_name(address.rpartition(":")[0])
@@ -135,7 +139,7 @@ def in_a_pod(words: list[str]) -> int:
 
 
 def on_vertex(words: list[str]) -> int:
-    """A task of a CustomJob: becomes the script, once it knows the secret."""
+    """Become the script of a task of a CustomJob, once the secret is known."""
     if folder := os.environ.get("STRATAGEM_FOLDER"):
         place = from_vertex(os.environ)
         chief = place is None or place.spec.is_chief(place.task)
@@ -145,7 +149,7 @@ def on_vertex(words: list[str]) -> int:
 
 
 def shared_secret(file: Path, *, make: bool, within: float = _NAMES) -> str:
-    """The secret of a job whose tasks share a folder; the chief makes it."""
+    """Read the secret of a job whose tasks share a folder; the chief makes the secret."""
     if make and not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secrets.token_hex(32))
@@ -161,7 +165,7 @@ def shared_secret(file: Path, *, make: bool, within: float = _NAMES) -> str:
 
 
 def _await_name(host: str) -> None:
-    """A pod's name is there only a while after the pod."""
+    """Wait until a pod's name resolves, which is some time after the pod starts."""
     until = time.monotonic() + _NAMES
     while True:
         try:
@@ -176,30 +180,30 @@ def _await_name(host: str) -> None:
 
 
 def over_ssh() -> int:
-    """A task whose output goes back the way it was started, and which ends with that way."""
-    told = json.loads(sys.stdin.readline())
-    task = Task(*told["task"])
-    spec = ClusterSpec(told["cluster"])
-    environ = environment(spec, task, told["secret"], told["environ"])
-    if told["gpus"] is not None:
-        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, told["gpus"]))
-    os.chdir(told["folder"])
+    """Run a task whose output goes back over ssh, and which ends with the connection."""
+    request = json.loads(sys.stdin.readline())
+    task = Task(*request["task"])
+    spec = ClusterSpec(request["cluster"])
+    environ = environment(spec, task, request["secret"], request["environ"])
+    if request["gpus"] is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, request["gpus"]))
+    os.chdir(request["folder"])
     relay = Relay(PlainSink(sys.stdout), PlainSink(sys.stderr))
-    end = run(task, [sys.executable, *told["words"]], environ, relay, _attend)
+    end = run(task, [sys.executable, *request["words"]], environ, relay, _attend)
     if end.because_of:
         print(f"{BECAUSE}{end.because_of}", file=sys.stderr, flush=True)
     return end.code
 
 
-#: what is said to a task now and then, and after how many seconds without it the task ends
+#: a line that a task gets now and then, and seconds without one after which the task ends
 ALIVE = "alive"
 _SILENCE = 40.0
-#: how the last line of a task over ssh begins that ended because of another
+#: begins the last line of a task over ssh that ended because of another task
 BECAUSE = "[stratagem] ended because of "
 
 
 class PlainSink(Sink):
-    """One of our own streams, without names: whoever reads it knows the task."""
+    """Stdout or stderr without names of tasks, since its reader knows the task."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream, colour=False)
@@ -209,8 +213,8 @@ class PlainSink(Sink):
 
 
 def _attend(inbox: SignalQueue) -> None:
-    """Take signals by name from stdin, and end with whoever started this: when stdin ends, or
-    nothing has come for long, as when a cable is cut."""
+    """Take names of signals from stdin; SIGTERM when stdin ends, or nothing has come for long, as
+    when a cable is cut."""
     heard = [time.monotonic()]
 
     def listen() -> None:
@@ -230,15 +234,15 @@ def _attend(inbox: SignalQueue) -> None:
 
 
 def probe() -> int:
-    """What somebody who wants to start tasks here must know."""
-    told = json.loads(sys.stdin.readline())
+    """Print what `stratagem submit` must know of this machine before it starts tasks here."""
+    request = json.loads(sys.stdin.readline())
     found: dict[str, Any] = {"version": __version__, "host": socket.gethostname()}
-    folder = Path(told["folder"])
+    folder = Path(request["folder"])
     found["folder"] = folder.is_dir()
-    found["script"] = told["script"] is None or (folder / told["script"]).is_file()
-    found["gpus"] = count_gpus() if told["gpus"] else 0
+    found["script"] = request["script"] is None or (folder / request["script"]).is_file()
+    found["gpus"] = count_gpus() if request["gpus"] else 0
     with ExitStack() as held:  # all at once, so that no port is found twice
-        socks = [held.enter_context(socket.socket()) for _ in range(told["ports"])]
+        socks = [held.enter_context(socket.socket()) for _ in range(request["ports"])]
         for sock in socks:
             sock.bind(("", 0))
         found["ports"] = [sock.getsockname()[1] for sock in socks]

@@ -9,6 +9,7 @@ import sys
 import time
 
 from stratagem.errors import StratagemError, UsageError
+from stratagem.launch.cli import declare
 from stratagem.launch.engines.engine import engine
 from stratagem.launch.job_folder import JobFolder, JobState, LogReader, jobs_home
 from stratagem.launch.output import Sink, wants_colour
@@ -16,7 +17,7 @@ from stratagem.launch.supervise import TOLD_TO_END
 
 _TICK = 0.2
 _ASK = 2.0  # seconds between two questions to the engine
-_UNANSWERED = 600.0  # seconds after which nobody asks again
+_UNANSWERED = 600.0  # seconds without an answer after which an error is raised
 _CANCELLED_WITHIN = 60.0
 
 
@@ -40,7 +41,7 @@ class JobsCommand:
 
 
 def _line(job: JobFolder) -> str:
-    """Nothing for one without a name, which Slurm may find now."""
+    """The line of a job; empty if no engine has named it, which Slurm may do when asked."""
     request = job.request
     if not job.told["name"] and job.engine != "slurm":
         return ""
@@ -104,7 +105,7 @@ class CancelCommand:
             if time.monotonic() > until:
                 raise UsageError(f"{job.handle} was told to end, and is still {state}")
             time.sleep(0.2)
-        if job.end() is None:  # it had not begun
+        if job.end() is None:  # the job had not begun
             job.ended(TOLD_TO_END, "cancelled")
         print(f"{job.handle} is cancelled")
         return 0
@@ -122,20 +123,18 @@ class LogsCommand:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """Declare the options of `stratagem logs`."""
-        add = parser.add_argument
         _add_job(parser)
-        add(
-            "--follow",
-            action="store_true",
-            help="go on until the job has ended, and exit as it did",
+        declare(
+            parser,
+            ("--follow", "go on until the job has ended, and exit as it did"),
+            ("--task TASK", "one task alone: 'worker 1'"),
+            ("--times", "with the time of each line"),
+            ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
         )
-        add("--task", metavar="TASK", help="one task alone: 'worker 1'")
-        add("--times", action="store_true", help="with the time of each line")
-        add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
 
     @staticmethod
     def main(args: argparse.Namespace) -> int:
-        """Print the lines."""
+        """Print the lines, until the job has ended with --follow."""
         job = JobFolder.find(args.job)
         names = [str(task) for task in job.request.tasks()]
         if args.task and args.task not in names:
@@ -144,7 +143,7 @@ class LogsCommand:
         if args.follow:
             return follow(job, printer)
         try:
-            engine(job.engine).state(job)  # brings what lies elsewhere
+            engine(job.engine).state(job)  # copies logs that lie elsewhere
         except StratagemError as problem:
             print(f"stratagem logs: what is here already: {problem}", file=sys.stderr)
         printer.print_new()
@@ -152,7 +151,7 @@ class LogsCommand:
 
 
 def follow(job: JobFolder, printer: _Printer | None = None) -> int:
-    """Print lines as they come, until the job has ended; its exit code."""
+    """Print lines as they come, until the job has ended; return its exit code."""
     printer = printer or _Printer(job)
     try:
         state = _to_the_end(job, printer)
@@ -186,12 +185,12 @@ def _to_the_end(job: JobFolder, printer: _Printer) -> JobState:
         while time.monotonic() - asked < _ASK:
             time.sleep(_TICK)
             printer.print_new()
-            if job.end() is not None:  # ask the engine whether that is all
+            if job.end() is not None:  # ask the engine whether the job has ended
                 break
 
 
 class _Printer:
-    """Prints lines behind the names of their tasks."""
+    """Prints the lines of a job, each after the name of its task."""
 
     def __init__(
         self, job: JobFolder, only: str | None = None, *, times: bool = False, colour: bool = True

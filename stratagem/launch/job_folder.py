@@ -34,10 +34,10 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A script, how many tasks of which role run it, and what each of them needs."""
+    """A job to submit: a script, the number of tasks of each role, and what each task needs."""
 
     name: str
-    #: what follows the interpreter: a script, or -m and a module, and its arguments
+    #: the command after the interpreter: a script, or -m and a module, and arguments
     words: tuple[str, ...]
     #: where the tasks run, and with which interpreter
     folder: str
@@ -49,7 +49,7 @@ class JobRequest:
     minutes: int | None = None
     #: variables that the tasks get
     environ: Mapping[str, str] = field(default_factory=dict)
-    #: what one engine alone knows: its hosts, its partition
+    #: options of one engine: hosts, partition
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class JobRequest:
             )
 
     def check_script(self) -> None:
-        """Refuse a script that is not in the folder, where tasks find the same folder as we do."""
+        """Refuse a script that is not in the folder, if the tasks share this machine's folder."""
         script = self.words[0]
         if script != "-m" and not (Path(self.folder) / script).is_file():
             raise UsageError(
@@ -83,7 +83,7 @@ class JobRequest:
         return found
 
     def hidden(self) -> JobRequest:
-        """The same without the values of its variables, for everybody to see."""
+        """A copy without the values of variables, which may be printed."""
         return replace(self, environ=dict.fromkeys(self.environ, "(as it is here)"))
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class JobState:
-    """How far a job is: "waiting", "running", or "ended", with its exit code if anybody knows."""
+    """The phase of a job: "waiting", "running", or "ended", with its exit code if it is known."""
 
     phase: str
     code: int | None = None
@@ -111,18 +111,18 @@ VARIABLE = "STRATAGEM_JOBS"
 
 
 def jobs_home() -> Path:
-    """Where the folders of jobs lie."""
+    """The folder of all jobs' folders."""
     return Path(os.environ.get(VARIABLE) or Path.home() / ".stratagem" / "jobs").absolute()
 
 
 def now() -> str:
-    """The time as logs have it: of one length, so that lines sort by it."""
+    """The time as in logs, of a fixed length, so that lines sort by it."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 @dataclass(frozen=True)
 class TaskEnd:
-    """How a task ended; `because_of` is whom it blames; `stopped`: it was told to end."""
+    """How a task ended; `because_of`: the task that it blames; `stopped`: it was told to end."""
 
     task: Task
     code: int
@@ -140,7 +140,7 @@ class JobFolder:
 
     @classmethod
     def create(cls, name: str) -> Self:
-        """A new one; nobody else may read it, since logs may hold anything."""
+        """Make a folder that only its owner may read, since logs may hold anything."""
         home = jobs_home()
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         path = home / f"{name}-{stamp}-{secrets.token_hex(3)}"
@@ -156,14 +156,14 @@ class JobFolder:
 
     @classmethod
     def begun(cls) -> list[Self]:
-        """Every job, the newest last; those as well whose sender was killed before the engine had
+        """Every job, the newest last, with those whose sender was killed before the engine had
         named them."""
         found = [cls(file.parent) for file in jobs_home().glob("*/job.json")]
         return sorted(found, key=lambda job: job.path.name[-22:])
 
     @classmethod
     def find(cls, handle: str) -> Self:
-        """The job with that handle."""
+        """Find the job with this handle."""
         jobs = {job.handle: job for job in cls.begun() if job.told["name"]}
         if handle not in jobs:
             near = get_close_matches(handle, jobs, 1)
@@ -176,7 +176,7 @@ class JobFolder:
     # what was asked for
 
     def sent(self, engine: str, own_name: str, request: JobRequest) -> None:
-        """Write down that it was sent."""
+        """Write that the job was sent."""
         self.write("job.json", {"engine": engine, "name": own_name, "request": request.to_json()})
 
     @property
@@ -193,7 +193,7 @@ class JobFolder:
 
     @property
     def suffix(self) -> str:
-        """What its folder alone has: several jobs may have the same name."""
+        """A suffix that tells jobs of the same name apart."""
         return self.path.name.rpartition("-")[2]
 
     @property
@@ -215,11 +215,11 @@ class JobFolder:
         self.write(f"tasks/{stem_of(end.task)}.json", {**before, **told})
 
     def task(self, task: Task) -> dict[str, Any]:
-        """What is known of a task; nothing before it has begun."""
+        """What a task has written of itself; empty before it has begun."""
         return dict(self.read(f"tasks/{stem_of(task)}.json") or {})
 
     def ends(self) -> list[TaskEnd]:
-        """The tasks that have ended, in that order."""
+        """The ends of tasks, in their order."""
         found = [
             TaskEnd(task, **{key: told[key] for key in _END}, tail=tuple(told["tail"]))
             for task in self.request.tasks()
@@ -228,7 +228,7 @@ class JobFolder:
         return sorted(found, key=lambda end: end.when)
 
     def ended(self, code: int, text: str) -> None:
-        """Write down how the job ended."""
+        """Write how the job ended."""
         self.write("end.json", {"code": code, "text": text, "when": now()})
 
     def end(self) -> JobState | None:
@@ -236,7 +236,7 @@ class JobFolder:
         return None if told is None else JobState("ended", told["code"], told["text"])
 
     def begin_again(self) -> None:
-        """Forget how an earlier run of the same job has ended."""
+        """Forget how an earlier run of the job ended."""
         (self.path / "end.json").unlink(missing_ok=True)
         for file in (self.path / "tasks").glob("*.json"):
             file.unlink()
@@ -244,7 +244,7 @@ class JobFolder:
     # files
 
     def write(self, name: str, told: Mapping[str, Any]) -> None:
-        """A whole file or none: others read it from other machines."""
+        """Write a file by one rename, since other machines may be reading it."""
         path = self.path / name
         part = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.part")
         part.write_text(json.dumps(told, indent=1) + "\n")
@@ -261,10 +261,11 @@ _END = ("code", "because_of", "when", "stopped")
 
 
 def append_missing(log: Path, lines: list[bytes], *, after: int = 0) -> None:
-    """Write those lines that are not in the file yet, of all that there are so far, behind the
-    first `after`, which are of an earlier run.
+    """Append the lines that the file does not have yet; its first `after` lines are of an earlier
+    run.
 
-    Each is a time and a text. Somebody else may be doing the same.
+    `lines` are all lines of this run so far, each a time and a text. Another process may be doing
+    the same.
     """
     with log.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -276,30 +277,29 @@ def append_missing(log: Path, lines: list[bytes], *, after: int = 0) -> None:
 
 
 def last_line(text: str) -> str:
-    """What a program said in the end, for a sentence about its failure."""
+    """The last line of a program's output, for a sentence about its failure."""
     return (text.strip().splitlines() or ["without a word"])[-1]
 
 
 def last_state(line: bytes) -> bytes:
-    """What a terminal shows of a line in the end: the last state of a progress bar."""
+    """What a terminal shows of a line, which may be a progress bar: its last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 def stem_of(task: Task) -> str:
-    """How files and lines of a task are called: worker-0."""
+    """The name of a task in names of files, and in lines: worker-0."""
     return f"{task.type}-{task.index}"
 
 
 class LogFile(Sink):
-    """A task's log, a time before each line; readers may be on other machines, so each write is at
-    once there."""
+    """A task's log: a time before each line, written at once for readers on other machines."""
 
     def __init__(self, path: Path) -> None:
         self.colour = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def prefix(self, name: str, number: int) -> bytes:
-        """None: the file has the name of the task."""
+        """Empty, since the file has the name of the task."""
         return b""
 
     def write(self, data: bytes) -> None:
@@ -316,14 +316,14 @@ class LogFile(Sink):
 
 
 class LogReader:
-    """The lines of all tasks, each once: those that are there, by time, then those that come."""
+    """Reads the lines of all tasks, each once: the present lines by time, then new lines."""
 
     def __init__(self, job: JobFolder) -> None:
         self._job, self._tasks = job, job.request.tasks()
         self._read: dict[Task, int] = dict.fromkeys(self._tasks, 0)
 
     def lines(self) -> Iterator[tuple[Task, str, str]]:
-        """What was written since the last call: task, time, line."""
+        """The lines since the last call: task, time, text."""
         found = []
         for task in self._tasks:
             found += [(when, task, line) for when, line in self._new(task)]

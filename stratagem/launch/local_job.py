@@ -1,4 +1,4 @@
-"""The tasks of a job on this machine: started, watched to their end, started again if they may."""
+"""Runs the tasks of a job on this machine, and starts killed tasks again if that is allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stratagem.figures.recorder import Recorder
 from stratagem.figures.run_folder import LAUNCHER
 from stratagem.launch.output import Relay, Sink, wants_colour
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor, ending, last_word
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor, ending, last_word
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 
 
@@ -35,7 +35,7 @@ class Job:
     gpu_memory: str | None = None
 
     def environments(self, base: Mapping[str, str]) -> dict[Task, dict[str, str]]:
-        """The environment of every task, a fresh secret in all of them."""
+        """The environment of every task, with a fresh secret for the job."""
         tasks = self.spec.tasks()
         shared = {
             "OMP_NUM_THREADS": str(max(1, cores() // len(tasks))),
@@ -63,8 +63,8 @@ def launch(
     record: Path | None = None,
     task_restarts: int = 0,
 ) -> tuple[int, bool]:
-    """Start the tasks, see them to their end, and say which failed first; the exit code, and
-    whether a signal to the launcher has ended them."""
+    """Run the tasks and print which failed first; return the exit code, and whether a signal to
+    the launcher has ended them."""
     out, err = (
         Sink(s, colour=colour and wants_colour(s, os.environ)) for s in (sys.stdout, sys.stderr)
     )
@@ -73,13 +73,10 @@ def launch(
         environ = os.environ | ({TRACEBACK_VARIABLE: "1"} if tracebacks else {})
         environ |= {RECORD_VARIABLE: str(record)} if record else {}
         events = _Events(environ.get(RECORD_VARIABLE))
-        starter = _Starter(job, environ, guard, relay, stack, task_restarts, events)
+        starter = _TaskStarter(job, environ, guard, relay, stack, task_restarts, events)
         processes = [starter.start(task) for task in starter.environments]
         relay.start()
-        supervisor = Supervisor(
-            processes, guard, relay, inbox, grace, tracebacks, events.add, starter.restart
-        )
-        supervisor.goes_on, supervisor.comes_too_late = starter.goes_on, starter.comes_too_late
+        supervisor = Supervisor(processes, guard, relay, inbox, grace, tracebacks, starter)
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
     if (first := supervisor.first) is not None:
@@ -91,7 +88,7 @@ def launch(
 
 
 class _Events:
-    """What the launcher itself knows of a run, for its folder."""
+    """Writes events of the launcher into the run's folder of figures, if there is one."""
 
     def __init__(self, folder: str | None) -> None:
         try:
@@ -100,20 +97,20 @@ class _Events:
             raise UsageError(f"nothing can be recorded in {folder}: {problem.strerror}") from None
 
     def launched(self, process: Process) -> None:
-        """A task was started."""
+        """Record that a task was started."""
         if self._file is not None:
             host, pid = socket.gethostname(), process.pid
             self._file.write(event="launched", about=str(process.task), host=host, pid=pid)
 
     def add(self, kind: str, process: Process | None, text: str) -> None:
-        """Something happened, to a task or by the launcher."""
+        """Record an end of a task, or an action of the launcher."""
         if self._file is not None:
             about = {"about": str(process.task), "error": text} if process is not None else {}
             self._file.write(event=kind, text=text, **about)
 
 
-class _Starter:
-    """Starts the tasks of a job, and those that were killed so many times again."""
+class _TaskStarter(LaunchPolicy):
+    """Starts the tasks of a job, and tasks that were killed again, `restarts` times in all."""
 
     def __init__(
         self,
@@ -129,11 +126,10 @@ class _Starter:
         self._restarts, self._events = restarts, events
         self.environments = dict(job.environments(base))
         self._started: list[Process] = []
-        self._again: set[Process] = set()
         self._hub = self._open_hub()
 
     def _open_hub(self) -> GenerationHub | None:
-        """Where the tasks of an elastic job come together, whichever of them may die."""
+        """Open the hub at which the tasks of an elastic job meet; it outlives every task."""
         tasks = self._job.spec.training_tasks()
         if len(tasks) == 1:
             return None
@@ -155,34 +151,35 @@ class _Starter:
         self._started.append(process)
         return process
 
+    def record(self, kind: str, process: Process | None, text: str) -> None:
+        self._events.add(kind, process, text)
+
     def restart(self, process: Process) -> Process | None:
-        """Start a task again; but the chief, where the job cannot do without."""
+        """Start a server or worker again, but not the chief of a job that cannot do without it."""
         task = process.task
         needed = str(task) == "worker 0" and not self.goes_on(process)
         if not self._restarts or task.type not in ("ps", "worker") or needed:
             return None
         self._restarts -= 1
-        again = self.start(process.task)
-        self._again.add(again)
-        return again
+        return self.start(task)
+
+    def goes_on(self, process: Process) -> bool:
+        return self._hub is not None and self._hub.does_without(str(process.task))
 
     def comes_too_late(self, process: Process) -> bool | None:
-        """Whether a task was started again and had not joined when the job was over; None: it may
-        have, and be about to end."""
+        """Whether a restarted task had not joined when the job was over: known in an elastic job;
+        with servers (None) it may have joined, and be about to end."""
         name = str(process.task)
         if self._hub is not None and self._hub.took_part(name) and not self._hub.has(name):
             return True
-        # servers end well when all is over
+        # servers end without an error when the job is over
         over = any(each.task.type == "ps" and each.code == 0 for each in self._started)
-        return None if over and process in self._again else False
-
-    def goes_on(self, process: Process) -> bool:
-        """Whether an elastic job does without this task."""
-        return self._hub is not None and self._hub.does_without(str(process.task))
+        first = next(each for each in self._started if each.task == process.task)
+        return None if over and process is not first else False
 
 
 def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:
-    """Let everything out that was printed; whoever is interrupted waits a second at most."""
+    """Print the remaining output; after an interrupt, for a second at most."""
     relay.close()
     waited = 0.0
     while not relay.join(0.1):

@@ -1,15 +1,15 @@
-"""A custom training loop, seen at its first step: hooks on all that torch runs.
+"""Records the first step of a custom training loop by torch's global hooks, for a dry run.
 
-    model(x)            outermost of all modules that are called: what went in, what came out
-    loss.backward()     the gradient that comes back to what came out
-    optimizer.step()    here the loop ends; a step is the same calls with the same gradients
+    model(x)            a call of an outermost module: its arguments and outputs are recorded
+    loss.backward()     the gradients of the outputs are recorded
+    optimizer.step()    the loop ends here; a step replays the same calls with the same gradients
 
-A step may be many calls: of frozen modules, which are run forward only; of the same one, before
-one backward pass (two inputs that are compared) or before several (micro-batches, whose rows are
-counted together).
+A step may have many calls: of frozen modules, which are run forward only; and of the same module,
+before one backward pass (two inputs that are compared) or before several (micro-batches, whose rows
+are counted together).
 
-What turns outputs into a loss cannot be called again, so the sum of outputs times their gradients
-stands in for it: of about the same size, and with the same backward pass through the model.
+The code that turns outputs into a loss cannot be called again. The sum of outputs times their
+gradients replaces the loss: it costs about as much, and has the same backward pass in the model.
 """
 
 from __future__ import annotations
@@ -33,31 +33,71 @@ from stratagem.errors import UsageError
 from stratagem.training.dry_run import DryRun, dealt, hand_over
 
 _INSTEAD = "use sg.plan(module, (x, y), loss=..., optimizer=...) in its place"
-#: a module that is run forward only so often for each call that is trained from prepares something
-#: (the features of all the data, say) before the loop
+#: more forward-only calls of a module than this, for each call with gradients, are a preparation
+#: before the loop (features of all the data, for instance)
 _OFTEN = 8
+#: arguments of a call, and gradients of its outputs
+_Values = tuple[tuple[Any, Any], list[Tensor]]
 
 
 @dataclass(eq=False)
 class _Call:
-    """One call of an outermost module."""
+    """A call of an outermost module, recorded in the loop and replayed with any number of rows."""
 
     module: nn.Module
+    #: its positional and its keyword arguments
     given: tuple[Any, Any]
-    #: rows of what came out
+    #: rows of each output
     lengths: list[int]
     autocast: torch.dtype | None
-    #: whether a graph was recorded
+    #: whether autograd recorded it
     recorded: bool
-    #: how many backward passes were over when its own came
+    #: the number of backward passes that were over when its own came
     turn: int
-    #: of the outputs that came back with one, by their place among all outputs
+    #: gradients of the outputs, by their places among all outputs; none if it is only run forward
     grads: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def votes(self) -> Counter[int]:
+        """The lengths of the arguments, each with the number of arguments and outputs of it."""
+        first = [len(each) for each in pytree.tree_leaves(self.given) if _has_rows(each)]
+        return Counter([*first, *(each for each in self.lengths if each in first)])
+
+    @property
+    def rows(self) -> int:
+        """The most frequent length, the first of equals; 0 if no argument has rows."""
+        votes = self.votes
+        return votes.most_common(1)[0][0] if votes else 0
+
+    def part(self, share: float) -> _Values:
+        """The arguments and gradients with `share` times as many rows, repeated if need be."""
+        grads = list(self.grads.values())
+        if share == 1:
+            return self.given, grads
+        rows = self.rows
+        chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
+
+        def cut(value: Any) -> Any:
+            if not _has_rows(value) or len(value) != rows:
+                return value
+            return value.detach()[chosen.to(value.device)].requires_grad_(value.requires_grad)
+
+        return pytree.tree_map(cut, self.given), [cut(grad) for grad in grads]
+
+    def replay(self, values: _Values) -> list[Tensor]:
+        """Call the module; the terms that stand in for its loss, if gradients came back."""
+        given, grads = values
+        args, kwargs = pytree.tree_map(_used, given)
+        kind = next(self.module.parameters()).device.type
+        on = self.autocast is not None
+        with torch.set_grad_enabled(self.recorded), torch.autocast(kind, self.autocast, enabled=on):
+            output = pytree.tree_leaves(self.module(*args, **kwargs))
+        return [(output[i] * grad).sum() for i, grad in zip(self.grads, grads, strict=True)]
 
 
 @contextmanager
 def instead_of_step() -> Iterator[None]:
-    """While open, the first step of any torch optimizer hands over a rehearsal."""
+    """Until closed, the first step of any torch optimizer hands over a dry run."""
     watcher = _LoopRecorder()
     before = every_module.register_module_forward_pre_hook(watcher.enters)
     after = every_module.register_module_forward_hook(
@@ -78,16 +118,16 @@ class _LoopRecorder:
         self.turn = 0
         #: whether a backward pass has begun since the last call
         self.backward = False
-        #: what went into calls without a graph: a whole evaluation is not held in memory
-        self.alike: dict[Any, tuple[Any, Any]] = {}
+        #: arguments of calls without a graph, by module and shapes: an evaluation may have many
+        self.shared: dict[Any, tuple[Any, Any]] = {}
 
     def enters(self, module: nn.Module, args: Any) -> None:
         self.depth += 1
 
     def leaves(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        """Of a call that was broken off torch gives no output, and says no keywords."""
+        """Record a call; for one that raised, torch passes neither keywords nor an output."""
         self.depth -= 1
-        again = in_backward()  # what backward computes once more
+        again = in_backward()  # activation checkpointing computes forward again
         param = next(module.parameters(), None)
         if self.depth or again or output is None or param is None:
             return
@@ -114,7 +154,7 @@ class _LoopRecorder:
             each.shape if isinstance(each, Tensor) else type(each)
             for each in pytree.tree_leaves(given)
         ]
-        return self.alike.setdefault((id(module), *shapes), given)
+        return self.shared.setdefault((id(module), *shapes), given)
 
     def comes_back(self, call: _Call, place: int, grad: Tensor) -> None:
         call.grads[place], call.turn = grad.detach(), self.turn
@@ -122,7 +162,7 @@ class _LoopRecorder:
 
     def steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(callable(each) for each in (*args, *kwargs.values())):
-            return  # a closure computes inside of the step: the next one has been seen
+            return  # a step with a closure ends the script, in script.py
         trained = _trained(self.calls, optimizer)
         calls, notes = _of_a_step(self.calls, trained)
         notes += _other_optimizers(optimizer)
@@ -130,7 +170,7 @@ class _LoopRecorder:
 
 
 def _trained(calls: Sequence[_Call], optimizer: Optimizer) -> nn.Module:
-    """The one module that the optimizer updates."""
+    """Return the one module that the optimizer updates."""
     owned = _owned(optimizer)
     called = {id(call.module): call.module for call in calls if call.grads}.values()
     # an optimizer may hold copies of the parameters, of another precision
@@ -151,7 +191,7 @@ def _owned(optimizer: Optimizer) -> set[int]:
 
 
 def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call], list[str]]:
-    """Without what came before the loop; and what is to be said about it."""
+    """Return the calls of the step, without those before the loop, and notes about these."""
     name, notes = type(trained).__name__, []
     own = [call for call in calls if call.module is trained]
     first = next(i for i, call in enumerate(calls) if call.module is trained and call.grads)
@@ -171,11 +211,11 @@ def _of_a_step(calls: Sequence[_Call], trained: nn.Module) -> tuple[list[_Call],
             "step: taken for a preparation, and left out of the step."
         )
     if len(kept) > 1:
-        notes.append(f"a step of this loop is {_told(kept)}; all of that is in the figures.")
+        notes.append(f"a step of this loop is {_described(kept)}; all of that is in the figures.")
     return kept, notes
 
 
-def _told(calls: Sequence[_Call]) -> str:
+def _described(calls: Sequence[_Call]) -> str:
     kinds = Counter((type(call.module).__name__, bool(call.grads)) for call in calls)
     words = [
         f"{count} call{'s' * (count > 1)} of {name}{'' if back else ' (forward only)'}"
@@ -185,7 +225,7 @@ def _told(calls: Sequence[_Call]) -> str:
 
 
 def _other_optimizers(optimizer: Optimizer) -> list[str]:
-    """Those that have parameters of their own: their part of the loop is not seen."""
+    """Return a note if another optimizer has other parameters: its part of the loop is not seen."""
     gc.collect()
     owned = _owned(optimizer)
     others = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
@@ -202,8 +242,8 @@ def _hand_over(
     optimizer: Optimizer, trained: nn.Module, calls: Sequence[_Call], notes: Sequence[str]
 ) -> None:
     last = max(call.turn for call in calls if call.grads)
-    replayed = [_again(replace(call, turn=min(call.turn, last))) for call in calls]
-    own = [call for call in replayed if call.module is trained and call.places]
+    calls = [replace(call, turn=min(call.turn, last), grads=dict(call.grads)) for call in calls]
+    own = [call for call in calls if call.module is trained and call.grads]
     rows: dict[int, int] = {}
     for call in own:
         rows[call.turn] = max(call.rows, rows.get(call.turn, 0))
@@ -223,7 +263,7 @@ def _hand_over(
         DryRun(
             trained,
             torch.arange(whole),
-            _Step(replayed, whole, len(rows)),
+            _Step(calls, whole, len(rows)),
             optimizer.step,
             optimizer,
             dealt(),
@@ -236,8 +276,8 @@ def _hand_over(
     )
 
 
-def _unclear(call: _Again) -> list[str]:
-    """Where its rows may not be examples."""
+def _unclear(call: _Call) -> list[str]:
+    """Return a note if the rows of a call may not be examples."""
     votes = call.votes
     many = [n for n, count in votes.items() if count == votes[call.rows]]
     taken = f"{call.rows} examples are planned with; if that is wrong, {_INSTEAD}."
@@ -252,87 +292,15 @@ def _unclear(call: _Again) -> list[str]:
     return []
 
 
-def _again(call: _Call) -> _Again:
-    leaves, spec = pytree.tree_flatten(call.given)
-    shape = pytree.tree_unflatten(range(len(leaves)), spec)
-    values = [*leaves, *call.grads.values()]
-    return _Again(
-        call.module,
-        shape,
-        values,
-        len(leaves),
-        call.lengths,
-        list(call.grads),
-        call.autocast,
-        call.recorded,
-        call.turn,
-    )
-
-
-@dataclass
-class _Again:
-    """The same call; what has a row for each example may have more or fewer of them."""
-
-    module: nn.Module
-    #: the arguments, with the places of their values
-    shape: Any
-    #: arguments, then gradients
-    values: list[Any]
-    inputs: int
-    #: rows of what came out
-    lengths: Sequence[int]
-    #: of the outputs whose gradients these are; none if it is run forward only
-    places: Sequence[int]
-    autocast: torch.dtype | None
-    recorded: bool
-    turn: int
-
-    @property
-    def votes(self) -> Counter[int]:
-        """What goes in and comes out, by its length; only lengths of what goes in."""
-        first = [len(each) for each in self.values[: self.inputs] if _has_rows(each)]
-        return Counter([*first, *(each for each in self.lengths if each in first)])
-
-    @property
-    def rows(self) -> int:
-        """The length that most have, the first of equals; 0 if nothing has one."""
-        votes = self.votes
-        return votes.most_common(1)[0][0] if votes else 0
-
-    def part(self, share: float) -> list[Any]:
-        """The values with so many times as many rows, again from the start if there are fewer."""
-        if share == 1:
-            return self.values
-        rows = self.rows
-        chosen = torch.arange(max(1, round(rows * share))) % max(1, rows)
-
-        def cut(value: Any) -> Any:
-            if not _has_rows(value) or len(value) != rows:
-                return value
-            return value.detach()[chosen.to(value.device)].requires_grad_(value.requires_grad)
-
-        return [cut(value) for value in self.values]
-
-    def __call__(self, values: Sequence[Any]) -> list[Tensor]:
-        """What stands in for its loss, if gradients came back."""
-        args, kwargs = pytree.tree_map(lambda i: _used(values[i]), self.shape)
-        kind = next(self.module.parameters()).device.type
-        on = self.autocast is not None
-        with torch.set_grad_enabled(self.recorded), torch.autocast(kind, self.autocast, enabled=on):
-            output = pytree.tree_leaves(self.module(*args, **kwargs))
-        back = zip(self.places, values[self.inputs :], strict=True)
-        return [(output[i] * grad).sum() for i, grad in back]
-
-
 @dataclass
 class _Step:
-    """All calls of a step; the backward pass of all but the last micro-batch is a part of it."""
+    """All calls of a step, replayed; micro-batches before the last are propagated backward, too."""
 
-    calls: Sequence[_Again]
+    calls: Sequence[_Call]
     whole: int
     turns: int
-    #: the values of the calls for a batch of this size
-    cut: tuple[int, list[list[Any]]] | None = None
+    #: the batch size of the last step, and the values of the calls for it
+    cut: tuple[int, list[_Values]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "cut": None}
@@ -345,10 +313,10 @@ class _Step:
                 sum(losses).backward()  # type: ignore[union-attr]
                 losses = []
             turn = call.turn
-            losses += call(values)
+            losses += call.replay(values)
         return sum(losses)  # type: ignore[return-value]
 
-    def _values(self, size: int) -> list[list[Any]]:
+    def _values(self, size: int) -> list[_Values]:
         if size < self.turns:
             raise UsageError(
                 f"a step of this loop is {self.turns} micro-batches, so {size} examples are too "
@@ -360,12 +328,12 @@ class _Step:
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """The same data without what it was computed from."""
+    """Detach a tensor, but keep whether it requires a gradient."""
     return value.detach().requires_grad_(value.requires_grad)
 
 
 def _used(value: Any) -> Any:
-    """As it was computed by others: what is asked for a gradient may be changed in place."""
+    """Clone what requires a gradient: a module may change its input in place, but not a leaf."""
     return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import below, whole
+from stratagem.launch.cli import below, declare, whole
 
 
 def arrays(file: Path) -> tuple[Any, Any]:
@@ -62,23 +62,15 @@ class EnsembleCommand:
         add = parser.add_argument
         add("run", metavar="RUN", help="the folder of a sweep")
         add("--data", metavar="FILE.npz", required=True, help="validation data: arrays x and y")
-        add("--vote", action="store_true", help="a vote for each member instead of the mean")
-        add("--build", metavar="FILE.py:NAME", help="makes a torch module from a trial's flags")
-        add(
-            "--from-logits",
-            action="store_true",
-            default=None,
-            help="the members' outputs are logits",
+        declare(
+            parser,
+            ("--vote", "a vote for each member instead of the mean"),
+            ("--build FILE.py:NAME", "makes a torch module from a trial's flags"),
+            ("--from-logits", "the members' outputs are logits", bool, None),
+            ("--batch N", "examples at a time", int),
+            ("--replicas N", "processes that share the members", whole(1), 1),
+            ("--out DIR", "save the ensemble there"),
         )
-        add("--batch", type=int, metavar="N", help="examples at a time")
-        add(
-            "--replicas",
-            type=whole(1),
-            default=1,
-            metavar="N",
-            help="processes that share the members",
-        )
-        add("--out", metavar="DIR", help="save the ensemble there")
 
     @staticmethod
     def main(args: argparse.Namespace) -> int:
@@ -121,28 +113,17 @@ class QuantizeCommand:
         """Declare the options of `stratagem quantize`."""
         add = parser.add_argument
         add("model", metavar="MODEL", help="a .safetensors file of sg.Model.save, or a .keras file")
-        add(
-            "--calibration",
-            metavar="FILE.npz",
-            required=True,
-            help="arrays x and y, to calibrate by",
+        calibration = "arrays x and y, to calibrate by"
+        add("--calibration", metavar="FILE.npz", required=True, help=calibration)
+        declare(
+            parser,
+            ("--test FILE.npz", "arrays x and y, to compare on"),
+            ("--build FILE.py:NAME", "makes the torch module"),
+            ("--to KIND", "int8 (ONNX, or Keras' own) or int8-weights", str, "int8"),
+            ("--max-drop D", "accuracy that may be lost", below(1.0, "a part of 1")),
+            ("--replicas N", "processes that calibrate", whole(1), 1),
+            ("--out FILE", "where the small model goes"),
         )
-        add("--test", metavar="FILE.npz", help="arrays x and y, to compare on")
-        add("--build", metavar="FILE.py:NAME", help="makes the torch module")
-        add(
-            "--to",
-            default="int8",
-            metavar="KIND",
-            help="int8 (ONNX, or Keras' own) or int8-weights",
-        )
-        add(
-            "--max-drop",
-            type=below(1.0, "a part of 1"),
-            metavar="D",
-            help="accuracy that may be lost",
-        )
-        add("--replicas", type=whole(1), default=1, metavar="N", help="processes that calibrate")
-        add("--out", metavar="FILE", help="where the small model goes")
 
     @staticmethod
     def main(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""`sg.sweep`: a sweep of a function, from a notebook or a script of one's own.
+"""`sg.sweep`: a sweep of a function, from a notebook or a script.
 
-python -m stratagem.launch.notebook_sweep FILE --lr 0.1 --units 64 is one trial. FILE has, in a line
-of JSON, where the process that began the sweep looks for modules, and the function behind it.
+python -m stratagem.launch.notebook_sweep FILE --lr 0.1 --units 64 runs one trial. FILE has the
+sys.path of the process that began the sweep, as a line of JSON, and the pickled function.
 """
 
 from __future__ import annotations
@@ -24,20 +24,14 @@ from stratagem.launch.sweep_folder import (
     SAMPLERS,
     SweepFolder,
     SweepSettings,
+    SweepTrial,
+    best_first,
     count_trials,
     read_axis,
     read_metric,
+    value_of,
 )
 from stratagem.launch.trial_places import trial_places
-
-
-def value_of(text: str) -> Any:
-    """A number if it is one; else the text."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
-    return found if isinstance(found, int | float) else text
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -51,7 +45,7 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Call the function; numbers that its first task returns in a dict count as a last epoch."""
+    """Call the function; a dict of numbers that the chief returns counts as a last epoch."""
     import cloudpickle
 
     folders, _, function = Path(argv[0]).read_bytes().partition(b"\n")
@@ -64,17 +58,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 Space = Mapping[str, str | Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class SweepTrial:
-    """One trial of a sweep: `value` is None unless it is done."""
-
-    number: int
-    params: dict[str, Any]
-    state: str
-    value: float | None
-    folder: Path
 
 
 @dataclass(frozen=True)
@@ -170,7 +153,7 @@ def sweep(
 
 
 def _submit(on: str | None, replicas: int, train: Any) -> dict[str, Any]:
-    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    """Options of `stratagem submit` for the trials' jobs; none if they run on this machine."""
     if on is None:
         return {}
     if replicas != 1:
@@ -203,18 +186,9 @@ def _run(
         folder.unlock()
     if loop.stopped is not None:
         raise KeyboardInterrupt(f"the sweep goes on with resume=True: {folder.path}")
-    made = {
-        each.number: SweepTrial(
-            each.number,
-            {name: value_of(str(value)) for name, value in each.params.items()},
-            each.state,
-            each.value,
-            folder.trial(each.number),
-        )
-        for each in loop.study.ended()
-    }
-    ranked = [made[each.number] for each in loop.study.ranked()]
-    return SweepResult(settings.metric, list(made.values()), ranked, folder.path)
+    trials = loop.study.ended()
+    ranked = best_first(trials, settings.larger)
+    return SweepResult(settings.metric, trials, ranked, folder.path)
 
 
 def _words(train: Callable[..., Any], space: Space) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from typing import TextIO
 
 from stratagem.launch.processes import Process
 
-PATIENCE = 2.0  # seconds that an unfinished line or a progress bar waits to be shown as it stands
+PATIENCE = 2.0  # seconds until an unfinished line or a progress bar is shown
 _LONGEST = 1 << 16  # bytes; a line beyond it is cut
 
 
 class Lines:
-    """Cuts a stream of bytes into lines; of a bar redrawn by carriage returns the last state."""
+    """Cuts a stream of bytes into lines; keeps the last state of a bar redrawn by \\r."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -36,11 +36,11 @@ class Lines:
         return lines + (self.flush() if len(self._rest) > _LONGEST else [])
 
     def stale(self, now: float) -> list[bytes]:
-        """Return what has waited too long for the end of its line."""
+        """Return an unfinished line that has waited too long for its end."""
         return self.flush() if self._rest and now - self._since >= PATIENCE else []
 
     def flush(self) -> list[bytes]:
-        """Return the unfinished line as it stands; what follows begins a new one."""
+        """Return the unfinished line; later bytes begin a new one."""
         state, self._rest = _state(self._rest), b""
         self._continued = self._continued or bool(state)
         return [state] if state else []
@@ -52,7 +52,7 @@ class Lines:
 
 
 def _state(raw: bytes) -> bytes:
-    """What a terminal would show after these bytes, roughly: the text since the last return."""
+    """Return roughly what a terminal would show: the text since the last carriage return."""
     return next((text for text in reversed(raw.split(b"\r")) if text.strip()), b"")
 
 
@@ -60,13 +60,13 @@ _INSIDE = re.compile(rb"\s|Traceback \(most recent|During handling of|The above 
 
 
 class Interrupts:
-    """Leaves out the tracebacks of tasks that were interrupted: that they were is known."""
+    """Filters the tracebacks of KeyboardInterrupt from the output of tasks after Ctrl-C."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
 
     def feed(self, lines: list[bytes]) -> list[bytes]:
-        """Return what is to be shown of these lines by now."""
+        """Return the lines to show by now."""
         shown: list[bytes] = []
         for line in lines:
             if line.startswith(b"Traceback (most recent") or (self._held and _INSIDE.match(line)):
@@ -78,7 +78,7 @@ class Interrupts:
         return shown
 
     def flush(self) -> list[bytes]:
-        """Return what was held back."""
+        """Return the lines that were held back."""
         held, self._held = self._held, []
         return held
 
@@ -89,12 +89,12 @@ _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 def wants_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether this is a terminal whose owner has nothing against colours (no-color.org)."""
+    """Whether the stream is a terminal and NO_COLOR is not set (no-color.org)."""
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 class Sink:
-    """Writes whole lines to one of our own streams, past its buffer where it has a descriptor."""
+    """Writes whole lines to stdout or stderr, past the buffer if there is a file descriptor."""
 
     def __init__(self, stream: TextIO, *, colour: bool) -> None:
         self.colour = colour
@@ -116,13 +116,13 @@ class Sink:
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # whoever shares the terminal with us has made it so
+            except BlockingIOError:  # another process that shares the terminal made it non-blocking
                 select.select([], [self._fd], [])
 
 
 @dataclass
 class _Source:
-    """One stream of one task on its way to us."""
+    """The stdout or stderr of a task, and where its lines go."""
 
     fd: int
     prefix: bytes
@@ -133,9 +133,9 @@ class _Source:
 
 
 class Relay:
-    """A thread that copies lines, so that a reader who stalls never holds up the supervisor.
+    """A thread that copies lines of tasks, so that a stalled reader never blocks the supervisor.
 
-    `broken` is set once one of our own streams is closed at its other end.
+    `broken` is set when stdout or stderr was closed by its reader.
     """
 
     def __init__(self, out: Sink, err: Sink) -> None:
@@ -151,7 +151,7 @@ class Relay:
         self._thread = threading.Thread(target=self._run, name="stratagem-output", daemon=True)
 
     def add(self, process: Process, number: int, own: Sink | None = None) -> None:
-        """Read this task's streams from now on; into a sink of its `own` where it has one."""
+        """Copy this task's streams, to the sink `own` if one is given."""
         kept: deque[bytes] = deque(maxlen=TAIL)
         self._tails[process.pid] = kept
         for fd, sink, tail in (
@@ -166,15 +166,15 @@ class Relay:
         self._thread.start()
 
     def note(self, text: str) -> None:
-        """Say something of the launcher's own among the lines of the tasks."""
+        """Print a line of the launcher among the lines of the tasks."""
         self._notes.put(text)
 
     def close(self) -> None:
-        """Ask it to end with what has been written by now."""
+        """Ask the thread to end once it has copied what was written so far."""
         self._closing.set()
 
     def join(self, timeout: float) -> bool:
-        """Whether everything is out."""
+        """Wait so long; return whether everything was copied."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -185,7 +185,7 @@ class Relay:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._begin_to_read()
-            notes = self._take_notes()  # before reading: a note follows the lines it speaks of
+            notes = self._take_notes()  # before reading: a note follows the lines that it is about
             for key, _ in self._selector.select(0 if notes else 0.05):
                 self._read(key.data, 1 << 16)
             self._show_notes(notes)
@@ -208,7 +208,7 @@ class Relay:
         return [key.data for key in self._selector.get_map().values()]
 
     def _read(self, source: _Source, most: int) -> None:
-        """Show what has come, but no more than `most` bytes: others are waiting, too."""
+        """Copy at most `most` bytes of a stream, so that the other streams get their turn."""
         while most > 0:
             try:
                 data = os.read(source.fd, 1 << 16)
@@ -239,5 +239,5 @@ class Relay:
     def _write(self, sink: Sink, data: bytes) -> None:
         try:
             sink.write(data)
-        except OSError:  # go on reading, so that no task stands still before a full pipe
+        except OSError:  # go on reading: a task would block on a full pipe
             self.broken.set()

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import check_outputs, script_words, whole
+from stratagem.launch.cli import check_outputs, declare, script_words, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.choose import Plan
@@ -35,63 +35,57 @@ if TYPE_CHECKING:
     from stratagem.plan.profile import Profile
     from stratagem.training.dry_run import DryRun
 
-#: it runs the user's script, which may be killed for the memory it takes
+#: the command runs the user's script, which may be killed for the memory that it takes
 APART = True
 _LINK, _LATENCY, _HOSTS = "10Gbit", "50us", 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem plan`."""
-    add = parser.add_argument
     parser.usage = "%(prog)s [options] train.py [args...]"
-    add("--link", metavar="RATE", help=f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})")
-    add("--latency", metavar="TIME", help=f"between hosts, one way: 50us, 2ms ({_LATENCY})")
-    add("--network", metavar="FILE", help="what stratagem check --json saw, instead of both")
-    add("--hosts", type=whole(1), metavar="H", help=f"how many there could be ({_HOSTS})")
-    add(
-        "--gpus-per-host",
-        type=whole(1),
-        metavar="G",
-        help="devices of each host, CPU replicas "
-        "where there is no GPU (as many as this machine has)",
+    declare(
+        parser,
+        ("--link RATE", f"between hosts, each way: 10Gbit, 1.5GB/s ({_LINK})"),
+        ("--latency TIME", f"between hosts, one way: 50us, 2ms ({_LATENCY})"),
+        ("--network FILE", "what stratagem check --json saw, instead of both"),
+        ("--hosts H", f"how many there could be ({_HOSTS})", whole(1)),
+        (
+            "--gpus-per-host G",
+            "devices of each host, CPU replicas where there is no GPU (as many as this machine "
+            "has)",
+            whole(1),
+        ),
+        ("--local RATE", "between devices of a host: 300GB/s (measured)"),
+        ("--memory SIZE", "of each device: 16GB (what is here)"),
+        ("--max N", "the most replicas to plan for (all)", whole(1)),
+        (
+            "--batch B",
+            "examples that a replica computes at once (what the script gives to each)",
+            whole(1),
+        ),
+        ("--quick", "do not measure replicas of this machine at once"),
     )
-    add("--local", metavar="RATE", help="between devices of a host: 300GB/s (measured)")
-    add("--memory", metavar="SIZE", help="of each device: 16GB (what is here)")
-    add("--max", type=whole(1), metavar="N", help="the most replicas to plan for (all)")
-    add(
-        "--batch",
-        type=whole(1),
-        metavar="B",
-        help="examples that a replica computes at once (what the script gives to each)",
+    earlier = "what an earlier --json has measured, instead of running a script"
+    parser.add_argument("--from", dest="earlier", metavar="FILE", help=earlier)
+    declare(
+        parser,
+        (
+            "--rows",
+            "throughput, speedup and efficiency, one row each, instead of the table of speedups",
+        ),
+        ("--json FILE", "everything, for programs"),
+        ("--html FILE", "a page with the figures under the pointer"),
+        ("--png FILE", "a picture (needs the extra plots)"),
+        ("--lossy", "also compressions: what they gain, or that none pays"),
+        ("--validate", "run what fits on this machine, and compare"),
+        ("--rounds N", "of --validate, in turns; the median counts (3)", whole(1)),
     )
-    add("--quick", action="store_true", help="do not measure replicas of this machine at once")
-    add(
-        "--from",
-        dest="earlier",
-        metavar="FILE",
-        help="what an earlier --json has measured, instead of running a script",
-    )
-    add(
-        "--rows",
-        action="store_true",
-        help="throughput, speedup and efficiency, one row each, instead of the table of speedups",
-    )
-    add("--json", metavar="FILE", help="everything, for programs")
-    add("--html", metavar="FILE", help="a page with the figures under the pointer")
-    add("--png", metavar="FILE", help="a picture (needs the extra plots)")
-    add("--lossy", action="store_true", help="also compressions: what they gain, or that none pays")
-    add("--validate", action="store_true", help="run what fits on this machine, and compare")
-    add(
-        "--rounds",
-        type=whole(1),
-        metavar="N",
-        help="of --validate, in turns; the median counts (3)",
-    )
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+    script = "a Python script and its arguments"
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=script)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print a plan; 0 unless something was wrong with what was asked."""
+    """Print a plan; return the exit code."""
     if args.earlier and (args.script or args.validate or args.batch):
         raise UsageError("--from takes what was measured before: no script, --batch or --validate.")
     if args.rounds and not args.validate:
@@ -134,7 +128,7 @@ def _plan(args: argparse.Namespace, outputs: Mapping[str, str | None], trial: Dr
 
 
 def _measured(args: argparse.Namespace, trial: DryRun) -> tuple[Profile, Hardware]:
-    """The model and this machine."""
+    """Measure the model and this machine."""
     from stratagem.plan.machine import measure_hardware
     from stratagem.plan.measure import rehearse
 
@@ -166,7 +160,7 @@ def _text(file: str, option: str) -> str:
 
 
 def _check_network(args: argparse.Namespace) -> None:
-    """Before anything is run that takes long."""
+    """Refuse wrong options of the network before the script runs."""
     from stratagem.plan.hardware import rate, seconds, size
 
     size(args.memory or "1GB", "--memory")
@@ -180,12 +174,12 @@ def _check_network(args: argparse.Namespace) -> None:
 
 
 def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
-    """Run the script, as `python script args` would, up to where it would train."""
+    """Run `python script args` up to its first fit or step."""
     from stratagem.launch.script import run_to_fit
 
     _say(f"running {words[0]} up to its first fit, or step")
     trial = run_to_fit(words)
-    if validate:  # what cannot be done is said before anything is measured
+    if validate:  # refuse before anything is measured
         from stratagem.launch.validate import trainer
 
         trainer(trial)
@@ -193,7 +187,7 @@ def _dry_run(words: Sequence[str], validate: bool) -> DryRun:
 
 
 def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
-    """This machine, many times over, behind the links that were named."""
+    """Hosts like this machine, with the links that the options name."""
     from stratagem.plan.hardware import Hardware, size
 
     counts = {"hosts": args.hosts or _HOSTS}
@@ -212,7 +206,7 @@ def _hardware(args: argparse.Namespace, here: Hardware) -> Hardware:
 
 
 def _seen(file: str) -> tuple[float, float, float]:
-    """Of all tasks that `stratagem check` has measured, the slowest: latency, up and down."""
+    """The slowest latency, up and down rate of all tasks that `stratagem check` has measured."""
     try:
         rows = json.loads(_text(file, "--network"))["tasks"]
         speeds = [row["speed"] for row in rows if row["speed"] is not None]
@@ -250,7 +244,7 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
-    """Every file that was asked for; all are made before one is written."""
+    """Write the files that were asked for, after all of them were made."""
     from stratagem.plan.page import page, png
     from stratagem.plan.report import dumps, write
 

@@ -23,14 +23,14 @@ from stratagem.errors import HandshakeError
 GREETING = 5.0  # seconds for the handshake
 PROGRESS = 10.0  # seconds in which something must have moved
 ROUND_TRIPS = 20
-MOST_BYTES = 4 << 30  # that a peer may ask for
+MOST_BYTES = 4 << 30  # the most that a peer may ask for
 
 _BLOCK = 1 << 18
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a connection can do: seconds there and back, bytes a second each way."""
+    """The speed of a connection: seconds of a round trip, bytes a second each way."""
 
     latency: float
     up: float
@@ -38,20 +38,20 @@ class Speed:
 
 
 def introduce(sock: socket.socket, secret: bytes, me: str) -> dict[str, object]:
-    """Prove, say that this is a check, and return what the other side says of itself."""
+    """Prove the secret, say that this is a check, and return the peer's description of itself."""
     prove(sock, secret, server=False, limit=GREETING)
     send_note(sock, {"purpose": "check", "from": me}, limit=GREETING)
     return recv_note(sock, limit=GREETING)
 
 
 def measure(sock: socket.socket, size: int) -> Speed:
-    """Measure the connection to a peer that runs `answer`, and take leave of it."""
+    """Measure the connection to a peer that runs `answer`, and close it."""
     trips = [_ping(sock) for _ in range(ROUND_TRIPS)]
     latency = statistics.median(trips)
     up = _timed_up(sock, size)
     down = _timed_down(sock, size)
     send_note(sock, {"ask": "done"}, limit=PROGRESS)
-    # One way of the acknowledgement is no transfer, but a fast link measures below its latency.
+    # Half a round trip is the acknowledgement; on a fast link it may exceed what was measured.
     return Speed(latency, *(size / max(t - latency / 2, t / 2, 1e-9) for t in (up, down)))
 
 
@@ -81,7 +81,7 @@ def answer(conn: socket.socket, me: str) -> str:
     """Answer a check that has proved the secret; return the task it came from ("" if none)."""
     hello = recv_note(conn, limit=GREETING)
     if hello.get("purpose") != "check":
-        # A task that already trains meets us instead of its chief: it will knock again.
+        # A task that already trains takes this check for its chief: it will connect again.
         send_note(conn, {"again": f"`stratagem check` still runs as {me}"}, limit=PROGRESS)
         return ""
     send_note(conn, {"check": me}, limit=PROGRESS)
@@ -108,7 +108,7 @@ def _serve(conn: socket.socket, note: dict[str, object]) -> None:
 
 
 def _pour(sock: socket.socket, size: int) -> None:
-    """Send `size` bytes of nothing."""
+    """Send `size` zero bytes."""
     sock.settimeout(PROGRESS)
     block = memoryview(bytes(_BLOCK))
     while size > 0:
@@ -116,7 +116,7 @@ def _pour(sock: socket.socket, size: int) -> None:
 
 
 def _drain(sock: socket.socket, size: int) -> None:
-    """Receive `size` bytes into one small block, over and over."""
+    """Receive and discard `size` bytes."""
     sock.settimeout(PROGRESS)
     block = memoryview(bytearray(_BLOCK))
     while size > 0:
@@ -148,13 +148,13 @@ def measured(task: str, address: str, speed: Speed) -> CheckRow:
 
 
 def broke_off(task: str, address: str, problem: OSError) -> CheckRow:
-    """The row of a task that answered, and then did not."""
+    """The row of a task whose connection broke off while it was measured."""
     remedy = f"the connection ended during the measurement ({problem}): is the check there over?"
     return CheckRow(task, address, "broke off", remedy=remedy)
 
 
 def answered(task: str, address: str, said: dict[str, object]) -> CheckRow:
-    """The row of a peer that belongs to the job, by what it says of itself."""
+    """The row of a peer that belongs to the job, by its description of itself."""
     if said.get("check") == task:
         return CheckRow(task, address, "reached", ok=True, remedy="not measured in time")
     if said.get("training"):

@@ -1,4 +1,4 @@
-"""The process of one task, with all that it starts, and the guard that outlives the launcher."""
+"""The process of a task, with the processes that it starts, and the guard of the launcher."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TETHER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")
 
 
 class Process:
-    """One running task: the leader of a session of its own, so that a signal reaches its children.
+    """A task's process, which leads a session of its own, so that signals reach its children.
 
-    `code` is None until the supervisor has taken note of the end; then as in `subprocess`.
-    `because_of` is whom it then blames for its end, by the file `blame`.
+    `code` is None until `reap`, then as in `subprocess`. `because_of` is then the task that this
+    one blames for its end, which it wrote into the file `blame`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Process:
         stdin: int = subprocess.DEVNULL,
         output: int = subprocess.PIPE,
     ) -> None:
-        """`output` is a file's descriptor where both streams go into one; else they are pipes."""
+        """`output`: a file descriptor for stdout and stderr; by default two pipes."""
         self.task = task
         self.code: int | None = None
         self.because_of = ""
@@ -66,13 +66,13 @@ class Process:
         self.stdout, self.stderr = (-1 if pipe is None else pipe.fileno() for pipe in pipes)
 
     def watch(self, ended: SimpleQueue[Process]) -> None:
-        """Put this process into the queue when it ends; a thread each keeps their true order."""
+        """Put this process into the queue when it ends; a thread for each keeps the true order."""
         watcher = threading.Thread(target=self._watch, args=(ended,), daemon=True)
         watcher.start()
 
     def _watch(self, ended: SimpleQueue[Process]) -> None:
         if hasattr(os, "waitid"):
-            # Not reaped here: until the supervisor knows, nobody else may get the process id.
+            # Not reaped here: the process id stays taken until the supervisor has seen the end.
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._popen.wait()
@@ -80,30 +80,30 @@ class Process:
         ended.put(self)
 
     def reap(self) -> int:
-        """Take note of the end."""
+        """Read the exit code, and whom the task blames."""
         self.code = self._popen.wait()
-        with contextlib.suppress(FileNotFoundError):  # it blames nobody
+        with contextlib.suppress(FileNotFoundError):  # the task blames no other
             self.because_of = self._blame.read_text()
         return self.code
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal the task and all that it started."""
+        """Signal the task and the processes that it started."""
         if not self._gone:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     def gone(self) -> bool:
-        """Whether nothing is left, neither of the task nor of what it started."""
+        """Whether the task and all processes that it started have ended."""
         if self.code is not None and not self._gone:
             _adopt(self.pid)
             try:
                 os.killpg(self.pid, 0)
             except (ProcessLookupError, PermissionError):
-                self._gone = True  # remembered: from now on the number may be another process's
+                self._gone = True  # remembered: the id may be reused from now on
         return self._gone
 
     def kill(self) -> None:
-        """End at once what is left; only for a launcher that can no longer supervise."""
+        """Kill the process group at once, for a launcher that can no longer supervise."""
         if self.gone():
             return
         self.signal(signal.SIGKILL)
@@ -112,16 +112,16 @@ class Process:
 
 
 def _adopt(group: int) -> None:
-    """Reap the orphans of a group, which come to the launcher where it is process 1."""
+    """Reap orphans of a group, whose parent is the launcher if that is process 1."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
 
 
 class Guard:
-    """A process that sees the launcher die, however it dies, and then kills the tasks' groups.
+    """A process that kills the tasks' process groups when the launcher dies, however it dies.
 
-    The launcher's folder, for whatever it needs while tasks run, goes with them.
+    It also removes `folder`, the launcher's temporary files.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Guard:
         self._tell(f"-{process.pid}\n")
 
     def close(self) -> None:
-        """Let it go; groups that were not removed are killed."""
+        """End the guard, which kills the groups that were not removed."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.wait()
@@ -156,6 +156,6 @@ class Guard:
 
     def _tell(self, line: str) -> None:
         assert self._popen.stdin is not None
-        # Somebody killed the guard: the tasks themselves are still tied to the launcher.
+        # Without the guard, PR_SET_PDEATHSIG still ties the tasks to the launcher.
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.write(line.encode())

@@ -1,10 +1,10 @@
-"""A function of a notebook on the nodes of a Ray cluster.
+"""Runs a function of a notebook on the nodes of a Ray cluster.
 
 Ray places a process for each worker and watches it; the processes find each other by TF_CONFIG, as
-those of a submitted job do, and tensors never pass through Ray.
+in a submitted job, and tensors never pass through Ray.
 
-python -m stratagem.launch.ray_cluster FOLDER runs such a process: FOLDER/call is what it calls, and
-FOLDER/result the answer, as JSON.
+python -m stratagem.launch.ray_cluster FOLDER is such a process: it calls the function pickled in
+FOLDER/call, and writes the result to FOLDER/result, as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stratagem.launch.supervise import culprit, verdict
 
 
 def as_json(value: Any) -> str:
-    """What a function has returned, as text; raises for what Ray is not to carry."""
+    """A function's result as JSON; raises for a result that Ray should not carry."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError):
@@ -68,7 +68,7 @@ class RayCluster:
         self.workers, self.gpus_per_worker, self.address = workers, gpus_per_worker, address
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the function on every worker; what each returned, in their order."""
+        """Call the function on every worker; return the results in the order of workers."""
         import cloudpickle
 
         call = cloudpickle.dumps((function, args, kwargs))
@@ -114,7 +114,7 @@ class RayCluster:
 
 
 def _show(what: str, told: str, when: str | None = None) -> None:
-    """What a task prints, as it comes; the rest is for those who follow a job."""
+    """Print the lines of tasks; other events are for submitted jobs."""
     role, _, index = what.partition("-")
     if index:
         print(f"[{role} {index}] {told}", file=sys.stdout, flush=True)

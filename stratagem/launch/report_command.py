@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 _WIDTH, _LEFT, _RIGHT, _HEIGHT, _STRIP = 1000, 130, 26, 220, 34
-_MOST = 500  # points of a curve, and seconds of a strip, that are told apart
+_MOST = 500  # points of a curve, and seconds of a strip, at most
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5cb8", "#c77d0a", "#00798c", "#7a7a7a", "#b03a86")
 #: what a step's time goes to, in the words of the page
 _PARTS = {
@@ -72,7 +72,7 @@ Point = tuple[float, float]
 
 
 def page(run: RunFolder) -> str:
-    """A whole document."""
+    """The report as an HTML document."""
     tasks = sorted(run.tasks.values(), key=lambda task: task.name)
     times = [line["time"] for task in tasks for line in task.lines]
     times += [event["time"] for event in run.events]
@@ -101,7 +101,7 @@ def _clock(seconds: float) -> str:
 
 
 def _mean(task: RunTask, kind: str) -> float:
-    """Of a kind of figure, over all steps."""
+    """The mean of a figure over all steps."""
     lines = [line for line in task.lines if line.get("steps") and kind in line]
     steps = sum(line["steps"] for line in lines)
     return sum(line[kind] * line["steps"] for line in lines) / steps if steps else 0.0
@@ -142,7 +142,7 @@ def _rates(tasks: Sequence[RunTask], begin: float, end: float) -> str:
 
 
 def _losses(run: RunFolder) -> str:
-    """What `fit` has logged for each epoch, where it has; losses only, for they share a scale."""
+    """A chart of the losses that `fit` logged for each epoch; other metrics have other scales."""
     curves: dict[str, list[Point]] = {}
     for event in run.events:
         for name, value in event.get("logs", {}).items():
@@ -153,7 +153,7 @@ def _losses(run: RunFolder) -> str:
 
 
 def _loop_losses(tasks: Sequence[RunTask], begin: float, end: float) -> str:
-    """Of a custom loop that asks for the loss of its batches, which every task then knows."""
+    """A chart of the losses that a custom loop asked for; every task knows the same ones."""
     curves = (
         [(line["time"] - begin, line["loss"]) for line in task.lines if "loss" in line]
         for task in tasks
@@ -165,7 +165,7 @@ def _loop_losses(tasks: Sequence[RunTask], begin: float, end: float) -> str:
 def _chart(
     title: str, curves: dict[str, list[Point]], most: float, label: Callable[[float], str]
 ) -> str:
-    """Lines from 0 on both axes; nothing where there is nothing to draw."""
+    """A chart of lines from 0 on both axes; empty if there is nothing to draw."""
     curves = {name: _thinned(points) for name, points in curves.items() if points}
     if not curves:
         return ""
@@ -202,7 +202,7 @@ def _short(value: float) -> str:
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Means of neighbours, where there are more than can be seen."""
+    """Average neighbouring points, if there are more than can be seen."""
     size = math.ceil(len(points) / _MOST)
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in p) / len(p), sum(y for _, y in p) / len(p)) for p in parts]
@@ -212,7 +212,7 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
 
 
 def _timeline(run: RunFolder, tasks: Sequence[RunTask], begin: float, end: float) -> str:
-    """A strip for every task: what its steps were made of, and marks where something happened."""
+    """A strip for every task: the parts of its steps, second by second, and marks for events."""
     width, span = _WIDTH - _LEFT - _RIGHT, max(end - begin, 1.0)
     drawn = []
     for row, task in enumerate(tasks):
@@ -241,7 +241,7 @@ def _timeline(run: RunFolder, tasks: Sequence[RunTask], begin: float, end: float
 
 
 def _second(line: Line, x: float, y: float, width: float) -> str:
-    """One line of figures, ending at x: the parts of a step, one above the other."""
+    """One line of figures as a bar ending at x: the parts of a step, one above the other."""
     parts = [(name, float(line.get(name) or 0.0)) for name in _PARTS]
     whole = sum(seconds for _, seconds in parts)
     left = x - width
@@ -277,7 +277,7 @@ def _mark(event: Line, x: float, y: float) -> str:
 
 
 def _events(run: RunFolder, begin: float) -> str:
-    """Faults, who was slow, savings, and what was done; the same word of several tasks once."""
+    """A table of faults, slow tasks, savings and actions; the same text of several tasks once."""
     rows: list[str] = []
     said: dict[Any, float] = {}
     for event in run.events:

@@ -33,7 +33,7 @@ from pathlib import Path
 from stratagem.cluster.parsing import MAX_PORT
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.errors import ClusterError, UsageError
-from stratagem.launch.cli import below, script_words, whole
+from stratagem.launch.cli import below, declare, declare_script, script_words, whole
 from stratagem.launch.local_job import Job, launch
 from stratagem.tracebacks import VARIABLE as TRACEBACK_VARIABLE
 from stratagem.training.termination import EXIT_CODE
@@ -55,7 +55,7 @@ def visible(environ: Mapping[str, str]) -> list[str]:
 
 
 def count_gpus() -> int:
-    """The NVIDIA GPUs of this machine."""
+    """How many NVIDIA GPUs this machine has."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:
@@ -70,9 +70,9 @@ def count_gpus() -> int:
 def assign(
     tasks: Sequence[Task], gpus: Sequence[str], *, one_each: bool
 ) -> dict[Task, tuple[str, ...]]:
-    """Deal the GPUs out: one to each worker, or all of them in contiguous blocks.
+    """Assign the GPUs: one to each worker, or all of them in contiguous blocks.
 
-    Where there are fewer than workers, several share one. The evaluator takes the next one in
+    With fewer GPUs than workers, several workers share one. The evaluator takes the next GPU in
     turn; a parameter server takes none.
     """
     workers = [task for task in tasks if task.type in ("chief", "worker")]
@@ -87,7 +87,7 @@ def assign(
 
 
 def memory_limit(text: str) -> str:
-    """A limit as "8GiB", "50%" or "0.5", in one spelling; ValueError if it is anything else."""
+    """Normalise a limit as "8GiB", "50%" or "0.5"; ValueError for anything else."""
     text = text.strip()
     if (size := _SIZE.fullmatch(text)) and float(size[1]) > 0:
         unit = size[2].upper().replace("I", "i")
@@ -111,7 +111,7 @@ def command(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _importable(package: str) -> bool:
-    """Whether python -m would find it; only the top name, for looking further imports it."""
+    """Whether python -m would find a package; a dotted name would import its parents."""
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.util.find_spec(package) is not None
@@ -130,7 +130,7 @@ def addresses(roles: Mapping[str, int], base: int | None) -> dict[str, list[str]
             f"{MAX_PORT} is the last"
         )
     found: dict[str, list[str]] = {role: [] for role in roles}
-    with ExitStack() as held:  # all at once, so that no port is found twice
+    with ExitStack() as held:  # all are bound at once, so that no port is found twice
         for number, task in enumerate(tasks):
             sock = held.enter_context(socket.socket())
             port = _bind(sock, task, None if base is None else base + number)
@@ -143,7 +143,7 @@ def _bind(sock: socket.socket, task: Task, port: int | None) -> int:
     if port is None:
         sock.bind((_HOST, 0))
         return int(sock.getsockname()[1])
-    # Connections of an earlier job that the kernel has not forgotten yet do no harm.
+    # Old connections of an earlier job, in TIME_WAIT, do no harm.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((_HOST, port))
@@ -160,85 +160,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "%(prog)s [options] train.py [args...]\n       %(prog)s [options] -m module [args...]"
     )
-    _add_tasks(parser)
-    _add_failures(parser)
-    add = parser.add_argument
-    add(
-        "--record",
-        metavar="DIR",
-        help="have every task write its figures into DIR, a line a second, for `stratagem top` "
-        "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+    declare(
+        parser,
+        (
+            "--replicas N",
+            "N workers of one GPU each (or the CPU); where there are fewer GPUs, several share one",
+            whole(1),
+        ),
+        (
+            "--workers W",
+            "W workers, which divide the GPUs among them (1 if neither this nor --replicas is "
+            "given)",
+            whole(1),
+        ),
+        ("--ps P", "P parameter servers besides", whole(0), 0),
+        ("--evaluator", "an evaluator besides"),
+        (
+            "--port BASE",
+            "the tasks listen at BASE, BASE + 1, ... (else at ports that are free)",
+            whole(1),
+        ),
+        (
+            "--gpu-memory LIMIT",
+            "what each task may take of a GPU: 8GiB, 50%% or 0.5 (handed on as "
+            "STRATAGEM_GPU_MEMORY)",
+            _limit,
+        ),
+        (
+            "--grace SECONDS",
+            "for the other tasks to end after one has failed, or after Ctrl-C (5)",
+            below(1e6, "a number of seconds"),
+            5.0,
+        ),
+        ("--restarts N", "start the job again up to N times after a failure (0)", whole(0), 0),
+        (
+            "--task-restarts N",
+            "start tasks that were killed again, up to N times in all, while the others go on: "
+            "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
+            whole(0),
+            0,
+        ),
+        (
+            "--record DIR",
+            "have every task write its figures into DIR, a line a second, for `stratagem top` "
+            "and `stratagem report` (handed on as STRATAGEM_RECORD)",
+        ),
+        ("--traceback", "whole tracebacks, with the lines of stratagem"),
+        ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
     )
-    add("--traceback", action="store_true", help="whole tracebacks, with the lines of stratagem")
-    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
-    # Both take all that follows: options after the script are the script's own.
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
-
-
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    """Declare which tasks are started, and what each may take."""
-    add = parser.add_argument
-    add(
-        "--replicas",
-        type=whole(1),
-        metavar="N",
-        help="N workers of one GPU each (or the CPU); "
-        "where there are fewer GPUs, several share one",
-    )
-    add(
-        "--workers",
-        type=whole(1),
-        metavar="W",
-        help="W workers, which divide the GPUs among "
-        "them (1 if neither this nor --replicas is given)",
-    )
-    add("--ps", type=whole(0), default=0, metavar="P", help="P parameter servers besides")
-    add("--evaluator", action="store_true", help="an evaluator besides")
-    add(
-        "--port",
-        type=whole(1),
-        metavar="BASE",
-        help="the tasks listen at BASE, BASE + 1, ... (else at ports that are free)",
-    )
-    add(
-        "--gpu-memory",
-        type=_limit,
-        metavar="LIMIT",
-        help="what each task may take of a GPU: "
-        "8GiB, 50%% or 0.5 (handed on as STRATAGEM_GPU_MEMORY)",
-    )
-
-
-def _add_failures(parser: argparse.ArgumentParser) -> None:
-    """Declare what happens when a task fails."""
-    add = parser.add_argument
-    add(
-        "--grace",
-        type=below(1e6, "a number of seconds"),
-        default=5.0,
-        metavar="SECONDS",
-        help="for the other tasks to end after one has failed, or after Ctrl-C (5)",
-    )
-    add(
-        "--restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start the job again up to N times after a failure (0)",
-    )
-    add(
-        "--task-restarts",
-        type=whole(0),
-        default=0,
-        metavar="N",
-        help="start tasks that were killed again, up to N times in all, while the others go on: "
-        "for strategies with elastic=True, backups=1 or servers and fit(..., checkpoint=) (0)",
-    )
+    declare_script(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the job to its end, again if it may be; the exit code of the first task that failed."""
+    """Run the job, again if restarts are left; return the exit code of the first failed task."""
     for left in range(args.restarts, -1, -1):
         code, stopped = _once(args)
         if not code or stopped or not left:
@@ -252,7 +226,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _once(args: argparse.Namespace) -> tuple[int, bool]:
-    """Start the job, with ports of its own; its exit code, and whether a signal has ended it."""
+    """Run the job, with new ports; return its exit code, and whether a signal has ended it."""
     job = plan(args, os.environ)
     if args.gpu_memory and not any(job.gpus.values()):
         print("stratagem run: no GPU here: --gpu-memory has no effect", file=sys.stderr)
@@ -268,7 +242,7 @@ def _once(args: argparse.Namespace) -> tuple[int, bool]:
 
 
 def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """What to start, with everything checked that can be."""
+    """The job to start, after its options are checked."""
     if args.replicas and args.workers:
         raise UsageError(
             "give --replicas (workers of one device each) or --workers (they divide the devices), "

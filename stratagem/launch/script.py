@@ -19,13 +19,13 @@ from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 
 class _InsideStep(BaseException):
-    """Ends a script whose optimizer computes inside of its step; no `except Exception` stops it."""
+    """Ends a script whose optimizer takes a closure; `except Exception` does not catch it."""
 
 
 def run_to_fit(words: Sequence[str]) -> DryRun:
-    """The first fit, or step, of `python script args`; it is handed over and does not train.
+    """Run `python script args` up to its first fit or step, and return that as a dry run.
 
-    `beside` has to be open.
+    `beside` must be open.
     """
     found: list[DryRun] = []
     inside: list[str] = []
@@ -35,7 +35,7 @@ def run_to_fit(words: Sequence[str]) -> DryRun:
         except DryRunHandedOver:
             return found[0]
         except _InsideStep:
-            pass  # `inside` says whose, and it is told below
+            pass  # the error below names the optimizer, which is in `inside`
         except SystemExit as ended:
             if ended.code not in (None, 0) and not found and not inside:
                 raise UsageError(
@@ -63,7 +63,7 @@ def run_to_fit(words: Sequence[str]) -> DryRun:
 
 @contextmanager
 def _no_closures(inside: list[str]) -> Iterator[None]:
-    """While open, a step with a function in it ends the script; `inside` has the optimizer."""
+    """Until closed, a step with a closure ends the script; `inside` gets the optimizer."""
 
     def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if any(callable(each) for each in (*args, *kwargs.values())):
@@ -79,9 +79,9 @@ def _no_closures(inside: list[str]) -> Iterator[None]:
 
 @contextmanager
 def beside(script: str) -> Iterator[None]:
-    """While open, what lies beside the script can be imported, as `python script` has it.
+    """Until closed, modules beside the script can be imported, as under `python script`.
 
-    Longer than it runs: where its model is sent to other processes they import the same again.
+    Open longer than the script runs: other processes import the same modules with its model.
     """
     path = list(sys.path)
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -93,7 +93,7 @@ def beside(script: str) -> Iterator[None]:
 
 @contextmanager
 def _as_main(words: Sequence[str]) -> Iterator[None]:
-    """Arguments as the script expects them."""
+    """Set sys.argv as the script expects it."""
     argv = sys.argv
     sys.argv = list(words)
     try:

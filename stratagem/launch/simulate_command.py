@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
 from stratagem.launch import simulate_options
-from stratagem.launch.cli import below, check_outputs, whole
+from stratagem.launch.cli import Option, below, check_outputs, declare, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.scenario import Fault, Overhead, Scenario, SimulatedRun
@@ -35,107 +35,83 @@ if TYPE_CHECKING:
 _SPREADS = "constant, exponential:LEAST, lognormal:SIGMA, pareto:SHAPE or trace:FILE"
 
 
+#: options of a training by workers, with servers or without
+_WORKERS: tuple[Option, ...] = (
+    # who computes, what, and how fast
+    ("--workers N", "how many compute (8)", whole(1), 8),
+    ("--servers K", "parameter servers; 0: the workers all-reduce (1)", whole(0), 1),
+    (
+        "--steps T",
+        "global batches; asynchronous: gradients of each worker, on average (200)",
+        whole(1),
+        200,
+    ),
+    (
+        "--compute TIME",
+        "of one gradient, on average, stragglers apart; a trace has times of its own (100ms)",
+        str,
+        "100ms",
+    ),
+    ("--spread KIND", f"{_SPREADS} (constant)", str, "constant"),
+    ("--stragglers PART:TIMES", "0.02:10: every 50th step ten times as slow"),
+    ("--slow WORKER:TIMES", "always that slow", list, []),
+    ("--bytes SIZE", "of a gradient, and of the values (100MB)", str, "100MB"),
+    ("--update TIME", "of one optimizer step, on one server (0)", str, "0ms"),
+    (
+        "--overlap PART",
+        "of the computation beside which gradients travel: 0.6 (0)",
+        below(1.0, "a part, from 0 to less than 1"),
+        0.0,
+    ),
+    # what messages cost
+    ("--link RATE", "of each host, each way (10Gbit)", str, "10Gbit"),
+    ("--latency TIME", "one way (50us)", str, "50us"),
+    ("--per-host G", "workers behind one link (1)", whole(1), 1),
+    (
+        "--overhead TIMES",
+        "of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here "
+        "and now (none)",
+        str,
+        "none",
+    ),
+    # who waits for whom, and what goes wrong
+    ("--asynchronous", "nobody waits for the others"),
+    ("--spares B", "late ones not waited for (0)", whole(0), 0),
+    ("--bound S", "asynchronous, but at most S steps ahead", whole(0)),
+    ("--buffer K", "asynchronous: K gradients make an update (1)", whole(1), 1),
+    (
+        "--faults F",
+        "kills, stalls and cuts, by chance, in the time that the work takes without them (0)",
+        whole(0),
+        0,
+    ),
+    (
+        "--elastic",
+        "without servers: the others go on when a worker is killed, and with one that joins",
+    ),
+    (
+        "--regroup TIME",
+        "--elastic: until those who are here have come together again (400ms)",
+        str,
+        "400ms",
+    ),
+    (
+        "--standby TIME",
+        "--elastic on one machine: until a process stands by for each, again after a kill",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem simulate`."""
-    _add_work(parser)
-    _add_network(parser)
-    _add_rules(parser)
+    declare(parser, *_WORKERS)
     simulate_options.add_arguments(parser)
-    add = parser.add_argument
-    add("--patience", default="60s", metavar="TIME", help="with a silent worker (60s)")
-    add("--seed", type=whole(0), default=0, metavar="S", help="of everything that is chance (0)")
-    add("--json", metavar="FILE", help="what came of it, for programs")
-    add("--trace", metavar="FILE", help="everything that happened, for programs")
-
-
-def _add_work(parser: argparse.ArgumentParser) -> None:
-    """Declare who computes, what, and how fast."""
-    add = parser.add_argument
-    add("--workers", type=whole(1), default=8, metavar="N", help="how many compute (8)")
-    add(
-        "--servers",
-        type=whole(0),
-        default=1,
-        metavar="K",
-        help="parameter servers; 0: the workers all-reduce (1)",
-    )
-    add(
-        "--steps",
-        type=whole(1),
-        default=200,
-        metavar="T",
-        help="global batches; asynchronous: gradients of each worker, on average (200)",
-    )
-    add(
-        "--compute",
-        default="100ms",
-        metavar="TIME",
-        help="of one gradient, on average, stragglers apart; a trace has times of its own (100ms)",
-    )
-    add("--spread", default="constant", metavar="KIND", help=f"{_SPREADS} (constant)")
-    add("--stragglers", metavar="PART:TIMES", help="0.02:10: every 50th step ten times as slow")
-    add("--slow", action="append", default=[], metavar="WORKER:TIMES", help="always that slow")
-    add("--bytes", default="100MB", metavar="SIZE", help="of a gradient, and of the values (100MB)")
-    add("--update", default="0ms", metavar="TIME", help="of one optimizer step, on one server (0)")
-    add(
-        "--overlap",
-        type=below(1.0, "a part, from 0 to less than 1"),
-        default=0.0,
-        metavar="PART",
-        help="of the computation beside which gradients travel: 0.6 (0)",
-    )
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    """Declare what messages cost."""
-    add = parser.add_argument
-    add("--link", default="10Gbit", metavar="RATE", help="of each host, each way (10Gbit)")
-    add("--latency", default="50us", metavar="TIME", help="one way (50us)")
-    add("--per-host", type=whole(1), default=1, metavar="G", help="workers behind one link (1)")
-    add(
-        "--overhead",
-        default="none",
-        metavar="TIMES",
-        help="of processors for each message, "
-        "WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here and now (none)",
-    )
-
-
-def _add_rules(parser: argparse.ArgumentParser) -> None:
-    """Declare who waits for whom, and what goes wrong."""
-    add = parser.add_argument
-    add("--asynchronous", action="store_true", help="nobody waits for the others")
-    add("--spares", type=whole(0), default=0, metavar="B", help="late ones not waited for (0)")
-    add("--bound", type=whole(0), metavar="S", help="asynchronous, but at most S steps ahead")
-    add(
-        "--buffer",
-        type=whole(1),
-        default=1,
-        metavar="K",
-        help="asynchronous: K gradients make an update (1)",
-    )
-    add(
-        "--faults",
-        type=whole(0),
-        default=0,
-        metavar="F",
-        help="kills, stalls and cuts, by chance, in the time that the work takes without them (0)",
-    )
-    add(
-        "--elastic",
-        action="store_true",
-        help="without servers: the others go on when a worker is killed, and with one that joins",
-    )
-    add(
-        "--regroup",
-        default="400ms",
-        metavar="TIME",
-        help="--elastic: until those who are here have come together again (400ms)",
-    )
-    add(
-        "--standby",
-        metavar="TIME",
-        help="--elastic on one machine: until a process stands by for each, again after a kill",
+    declare(
+        parser,
+        ("--patience TIME", "with a silent worker (60s)", str, "60s"),
+        ("--seed S", "of everything that is chance (0)", whole(0), 0),
+        ("--json FILE", "what came of it, for programs"),
+        ("--trace FILE", "everything that happened, for programs"),
     )
 
 
@@ -169,7 +145,7 @@ def _stages(args: argparse.Namespace) -> int:
 
 
 def read(args: argparse.Namespace) -> Scenario:
-    """The scenario that the options mean, but for faults by chance."""
+    """The scenario that the options describe, without random faults."""
     from stratagem.plan.hardware import rate, seconds, size
     from stratagem.plan.simulation.scenario import Regrouping, Scenario, Work
     from stratagem.rules.updates import Synchronous
@@ -208,7 +184,7 @@ def read(args: argparse.Namespace) -> Scenario:
 
 
 def _bad_day(scenario: Scenario, count: int) -> Scenario:
-    """With so many faults, at any time of what it takes without them."""
+    """Add random faults, within the time that the scenario takes without them."""
     from stratagem.plan.simulate import simulate
     from stratagem.plan.simulation.scenario import schedule
 
@@ -271,7 +247,7 @@ def _spread(text: str, average: float, stragglers: str | None) -> Spread:
 
 
 def _tailed(text: str, kind: str, average: float, numbers: list[float] | None) -> Spread:
-    """A spread with a tail, of that average."""
+    """A spread with a tail, with this average."""
     from stratagem.plan.simulation import spread
 
     if numbers is None:
@@ -307,7 +283,7 @@ def _slow(text: str) -> tuple[int, float]:
 
 
 def _numbers(text: str, count: int) -> list[float] | None:
-    """So many numbers with colons between them, if that is what it is."""
+    """Read `count` numbers with colons between them; None if the text is something else."""
     try:
         found = [float(part) for part in text.split(":")]
     except ValueError:
@@ -316,7 +292,7 @@ def _numbers(text: str, count: int) -> list[float] | None:
 
 
 def summary(scenario: Scenario, run: SimulatedRun) -> dict[str, Any]:
-    """The numbers that people ask for."""
+    """The results of a run, for programs."""
     ages = run.stats.staleness
     received = max(1, run.stats.received)
     return {
@@ -333,7 +309,7 @@ def summary(scenario: Scenario, run: SimulatedRun) -> dict[str, Any]:
 
 
 def _busy(scenario: Scenario, run: SimulatedRun) -> float:
-    """The part of the workers' time in which they compute what counts."""
+    """The part of the workers' time spent on gradients that were applied."""
     slow = [scenario.slow.get(w, 1.0) for w in range(scenario.workers)]
     mean = scenario.work.compute.mean * len(slow) / sum(1 / s for s in slow)
     whole_time = run.seconds * scenario.workers
@@ -371,7 +347,7 @@ def _print(scenario: Scenario, run: SimulatedRun) -> None:
 
 
 def _fault(fault: Fault) -> str:
-    """As "kill of worker 3 at 1.2 s"."""
+    """Describe a fault, as in "kill of worker 3 at 1.2 s"."""
     who = "server" if hasattr(fault, "server") else "worker"
     kind = "death" if who == "server" else type(fault).__name__.lower()
     return f"{kind} of {who} {getattr(fault, who)} at {fault.at:.3g} s"

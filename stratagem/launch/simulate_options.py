@@ -1,4 +1,4 @@
-"""Of `stratagem simulate`: pipelines (`--stages`), and records written as in Python.
+"""Options of `stratagem simulate` for pipelines (`--stages`), and records written as in Python.
 
 --wire bfloat16   --wire Int8   --wire "TopK(0.01)"
 --sync "LocalSteps(20)"   --sync "DiLoCo(20, fragments=4, overlap=2, wire=Int8())"
@@ -11,61 +11,50 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import declare, whole
 
 if TYPE_CHECKING:
     from stratagem.plan.simulation.spread import Spread
     from stratagem.plan.simulation.stages import StageRun, StageScenario
 
-#: options of workers, which stages have not
-_OTHERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "wire", "sync")
+#: options of workers that hold the whole model, which a pipeline does not take
+_OF_WORKERS = ("asynchronous", "spares", "bound", "faults", "elastic", "overlap", "wire", "sync")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what workers send that all-reduce, and when; and the options of pipelines."""
-    add = parser.add_argument
-    add(
-        "--wire",
-        metavar="RECORD",
-        help="--servers 0: what gradients travel as: bfloat16, Int8, 'TopK(0.01)', Sign (they are "
-        "sent whole)",
-    )
-    add(
-        "--sync",
-        metavar="RECORD",
-        help="--servers 0: when workers meet: 'LocalSteps(20)', 'DiLoCo(20, fragments=4)', Gossip "
-        "(every step)",
-    )
-    add("--stages", type=whole(1), metavar="S", help="a pipeline of so many, instead of workers")
-    add("--microbatches", type=whole(1), default=8, metavar="M", help="--stages: of a batch (8)")
-    add(
-        "--schedule",
-        default="1f1b",
-        metavar="NAME",
-        help="--stages: gpipe, 1f1b, eager, interleaved",
-    )
-    add(
-        "--crossing",
-        default="1MB",
-        metavar="SIZE",
-        help="--stages: of a batch at each cut, and as much backward (1MB)",
-    )
-    add(
-        "--slow-link",
-        action="append",
-        default=[],
-        metavar="STAGE:RATE",
-        help="--stages: of the link behind a stage, as 1:100Mbit",
+    """Declare what workers all-reduce, and when; and the options of pipelines."""
+    declare(
+        parser,
+        (
+            "--wire RECORD",
+            "--servers 0: what gradients travel as: bfloat16, Int8, 'TopK(0.01)', Sign (they are "
+            "sent whole)",
+        ),
+        (
+            "--sync RECORD",
+            "--servers 0: when workers meet: 'LocalSteps(20)', 'DiLoCo(20, fragments=4)', Gossip "
+            "(every step)",
+        ),
+        ("--stages S", "a pipeline of so many, instead of workers", whole(1)),
+        ("--microbatches M", "--stages: of a batch (8)", whole(1), 8),
+        ("--schedule NAME", "--stages: gpipe, 1f1b, eager, interleaved", str, "1f1b"),
+        (
+            "--crossing SIZE",
+            "--stages: of a batch at each cut, and as much backward (1MB)",
+            str,
+            "1MB",
+        ),
+        ("--slow-link STAGE:RATE", "--stages: of the link behind a stage, as 1:100Mbit", list, []),
     )
 
 
 def read_stages(args: argparse.Namespace, compute: Spread, slow: dict[int, float]) -> StageScenario:
-    """The scenario that the options mean."""
+    """The scenario of a pipeline that the options describe."""
     from stratagem.plan.hardware import rate, seconds, size
     from stratagem.plan.simulation.stages import StageScenario
     from stratagem.wire.simulated import Topology
 
-    given = [name for name in _OTHERS if getattr(args, name)]
+    given = [name for name in _OF_WORKERS if getattr(args, name)]
     if given:
         raise UsageError(
             f"--{given[0]} is of workers that have the whole model, and --stages of a pipeline, "
@@ -95,7 +84,7 @@ def _link(text: str, rate: Any) -> tuple[int, float]:
 
 
 def run_stages(scenario: StageScenario) -> dict[str, Any]:
-    """Simulate, print, and return the numbers for programs."""
+    """Simulate a pipeline, print the result, and return it as JSON."""
     from stratagem.plan.simulation.stages import simulate_stages
 
     run, free = simulate_stages(scenario), simulate_stages(scenario.without_links)
@@ -142,7 +131,7 @@ def _print(run: StageRun, free: StageRun) -> None:
 
 
 def _links(run: StageRun, free: StageRun) -> str:
-    """What handing over costs."""
+    """Describe what the links between stages cost."""
     from stratagem.plan.hardware import say_seconds
 
     if run.step < free.step * 1.005:
@@ -157,7 +146,7 @@ if TYPE_CHECKING:
 
 
 def read_wire(text: str | None) -> Wire:
-    """The wire that `--wire` means."""
+    """Read the wire that `--wire` describes."""
     from stratagem.codecs.wire_choice import RECORDS, check_wire
 
     if text is None:
@@ -169,7 +158,7 @@ def read_wire(text: str | None) -> Wire:
 
 
 def read_sync(text: str | None) -> Sync | None:
-    """The cadence that `--sync` means."""
+    """Read the cadence that `--sync` describes."""
     from stratagem.rules.cadence import Sync
 
     if text is None:
@@ -189,7 +178,7 @@ def _record(text: str, option: str, known: str) -> Any:
 
 
 def _value(written: ast.expr) -> Any:
-    """A record, given what stands in its brackets; or a number, text or None."""
+    """Evaluate a call of a record, or a literal."""
     from stratagem.codecs.wire_choice import RECORDS
     from stratagem.rules import cadence
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import script_words, whole
+from stratagem.launch.cli import declare, declare_script, script_words, whole
 from stratagem.launch.engines.engine import ENGINES, engine
 from stratagem.launch.job_commands import follow
 from stratagem.launch.job_folder import JobFolder, JobRequest
@@ -38,7 +38,7 @@ from stratagem.launch.job_folder import JobFolder, JobRequest
 FILE = "stratagem.toml"
 _UNITS = {"m": 1, "h": 60, "d": 24 * 60}
 _TIME = re.compile(r"(\d+)([mhd])")
-#: options, which a settings file may hold, too: their kinds there, and what --help says
+#: options, also for the settings file: their types there, METAVAR and help
 _OPTIONS: dict[str, tuple[type | tuple[type, ...], str, str]] = {
     "on": (str, "ENGINE", f"where to: {', '.join(ENGINES)}"),
     "workers": (int, "W", "W workers (1)"),
@@ -76,33 +76,28 @@ _ENGINES_OWN = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem submit`."""
-    add = parser.add_argument
     parser.usage = (
         "%(prog)s --on ENGINE [options] train.py [args...]\n"
         "       %(prog)s --on ENGINE [options] -m module [args...]"
     )
     for name, (kind, metavar, text) in _OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
-        if kind is bool:
-            add(flag, action="store_true", default=None, help=text)
-        elif kind is list:
-            add(flag, action="append", metavar=metavar, help=text)
-        else:
-            read: Any = whole(int(name == "workers")) if kind is int else str
-            add(flag, type=read, metavar=metavar, help=text)
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what would be sent, to the byte but for the secret and values of --env; "
-        "send nothing",
+        plain: Any = {bool: bool, int: whole(int(name == "workers")), list: list}
+        flag = f"--{name.replace('_', '-')} {metavar}".rstrip()
+        declare(parser, (flag, text, plain.get(kind, str), None))
+    declare(
+        parser,
+        (
+            "--dry-run",
+            "print what would be sent, to the byte but for the secret and values of --env; send "
+            "nothing",
+        ),
+        ("--follow", "show what tasks print, to the end; exit as the job"),
     )
-    add("--follow", action="store_true", help="show what tasks print, to the end; exit as the job")
-    add("-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="run a module")
-    add("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
+    declare_script(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Send the job; 0, or its own exit code with --follow."""
+    """Send the job; return 0, or with --follow the job's exit code."""
     settings = {**settings_of(Path.cwd()), **_given(args)}
     name = settings.get("on")
     if name is None:
@@ -116,7 +111,7 @@ def main(args: argparse.Namespace) -> int:
             return 0
         _show_plan(name, request)
         chosen.send(request, job)
-    except UsageError:  # it was refused; after anything else the job may be under way
+    except UsageError:  # the engine refused; after another error the job may be running
         shutil.rmtree(job.path)
         raise
     finally:
@@ -141,7 +136,7 @@ def _show_plan(name: str, request: JobRequest) -> None:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """The settings of the project, if there are any."""
+    """Read the settings of the project from stratagem.toml, if there is one."""
     file = next((at / FILE for at in (folder, *folder.parents) if (at / FILE).is_file()), None)
     if file is None:
         return {}
@@ -217,7 +212,7 @@ def _variables(names: Any) -> dict[str, str]:
 
 
 def _hosts(given: Any) -> list[str]:
-    """A list, a list with commas, or a file with one a line."""
+    """Read hosts from a list, a text with commas, or a file with one host a line."""
     if isinstance(given, str) and Path(given).is_file():
         given = [line.partition("#")[0].strip() for line in Path(given).read_text().splitlines()]
     listed = given.split(",") if isinstance(given, str) else given

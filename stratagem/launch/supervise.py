@@ -1,7 +1,7 @@
-"""Sees the tasks of a job to their end, and all of them out of the way when one fails.
+"""Waits for the processes of a job, and ends all of them when one fails.
 
-A failure, or a signal to the launcher, begins an escalation: the tasks may end by themselves,
-are asked to, and are killed. Every signal goes to a task's whole process group.
+A failure, or a signal to the launcher, begins an escalation: time for the tasks to end by
+themselves, SIGTERM, SIGKILL. Every signal goes to a task's whole process group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Protocol, TypeVar
@@ -27,7 +27,7 @@ Step = tuple[float, signal.Signals]
 
 
 def steps_after(reason: signal.Signals | None, grace: float) -> tuple[Step, ...]:
-    """What to send when, in seconds from now; the reason None is a task that failed."""
+    """Return the signals to send, with seconds from now; the reason None is a failed task."""
     if reason is None:
         return (grace, signal.SIGTERM), (grace + _KILL_AFTER, signal.SIGKILL)
     if reason is signal.SIGINT:
@@ -36,7 +36,7 @@ def steps_after(reason: signal.Signals | None, grace: float) -> tuple[Step, ...]
 
 
 class Escalation:
-    """The steps still to come."""
+    """The signals still to be sent, and when."""
 
     def __init__(self, steps: Sequence[Step], now: float) -> None:
         self._steps = deque((now + delay, number) for delay, number in steps)
@@ -44,7 +44,7 @@ class Escalation:
         self.over = float("inf")
 
     def due(self, now: float) -> list[signal.Signals]:
-        """Take the steps whose time has come."""
+        """Remove and return the signals whose time has come."""
         taken: list[signal.Signals] = []
         while self._steps and self._steps[0][0] <= now:
             taken.append(self._steps.popleft()[1])
@@ -54,7 +54,7 @@ class Escalation:
         return taken
 
     def hurry(self, now: float) -> None:
-        """Do not wait for the next step."""
+        """Send the next signal now, and the later ones earlier by the same time."""
         if self._steps:
             early = self._steps[0][0] - now
             self._steps = deque((when - early, number) for when, number in self._steps)
@@ -72,7 +72,7 @@ class SignalQueue:
             # `nohup` ignores SIGHUP on purpose; a background job's ignored SIGINT is an accident.
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
-        # Where it is ignored, exit codes are lost.
+        # Exit codes are lost if SIGCHLD is ignored.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return self
 
@@ -85,13 +85,40 @@ class SignalQueue:
 
 
 _TICK = 0.05
-_CULPRIT = 3.0  # for a task to end that another one blames, however short the grace
-_LINGER = 1.0  # for what a task started, once the task itself has ended
-_HELD = 5.0  # after SIGKILL: the kernel does not let the process go
+_CULPRIT = 3.0  # for a task to end that another task blames, however short the grace
+_LINGER = 1.0  # for processes that a task started, once the task itself has ended
+_HELD = 5.0  # after SIGKILL, until a process that is still there counts as stuck in the kernel
+
+
+class LaunchPolicy:
+    """What a launcher decides about its tasks; by default, nothing is started again."""
+
+    def record(self, kind: str, process: Process | None, text: str) -> None:
+        """Write down the "end" of a process, or an "action" of the launcher."""
+
+    def restart(self, process: Process) -> Process | None:
+        """Start a task that was killed again, if that is allowed."""
+        return None
+
+    def goes_on(self, process: Process) -> bool:
+        """Whether the job goes on without a task that was killed, as long as others run."""
+        return False
+
+    def comes_too_late(self, process: Process) -> bool | None:
+        """Whether a task waits for others that have done everything; None: perhaps, and it is
+        given the grace to end."""
+        return False
+
+    def grace_after_signal(self) -> float:
+        """Seconds for the tasks to end after a signal to the launcher, if more than the grace."""
+        return 0.0
 
 
 class Supervisor:
-    """Waits for the tasks; afterwards `first` is the one that failed first, if one did."""
+    """Waits for the tasks; afterwards `first` is the one that failed first, if one did.
+
+    running -> ended (has a code) -> let go (nothing of its process group is left)
+    """
 
     def __init__(
         self,
@@ -101,44 +128,40 @@ class Supervisor:
         inbox: SignalQueue,
         grace: float,
         tracebacks: bool = False,
-        record: Callable[[str, Process | None, str], None] = lambda *_: None,
-        restart: Callable[[Process], Process | None] = lambda process: None,
-        told: Callable[[], float] = lambda: 0.0,
+        policy: LaunchPolicy | None = None,
     ) -> None:
-        """`record` is told what happens: "end" of a process, or an "action", and how.
-
-        `restart` is given a task that was killed, and may start it again; the others go on.
-        `told`: the seconds, if more than `grace`, for tasks to end after a signal to the launcher.
-        """
-        #: whether the job does without a task that was killed, as long as there are others
-        self.goes_on: Callable[[Process], bool] = lambda process: False
-        #: whether one that was started again would wait for others that have done everything; None:
-        #: unless it ends within the grace
-        self.comes_too_late: Callable[[Process], bool | None] = lambda process: False
-        #: when these are ended
-        self._too_late: dict[Process, float] = {}
-        #: those that failed of themselves, in the order in which they ended
-        self._failed: list[Process] = []
-        self.stopped: signal.Signals | None = None
-        self._all, self._left = list(processes), list(processes)
-        self._swept: list[Process] = []
         self._guard, self._relay, self._inbox, self._grace = guard, relay, inbox, grace
-        self._tracebacks, self._record, self._restart = tracebacks, record, restart
-        self._told = told
+        self._tracebacks, self._policy = tracebacks, policy or LaunchPolicy()
+        #: the first signal to the launcher
+        self.stopped: signal.Signals | None = None
+        self._all: list[Process] = []
+        #: not let go yet
+        self._left: list[Process] = []
+        #: failed without being told to end, in the order of their ends
+        self._failed: list[Process] = []
+        #: come too late, and the time at which each is killed
+        self._late: dict[Process, float] = {}
+        #: ended, while processes that they had started went on
+        self._swept: set[Process] = set()
         self._escalation = Escalation((), time.monotonic())
         self._ended: SimpleQueue[Process] = SimpleQueue()
         for process in processes:
-            process.watch(self._ended)
+            self._watch(process)
+
+    def _watch(self, process: Process) -> None:
+        self._all.append(process)
+        self._left.append(process)
+        process.watch(self._ended)
 
     def run(self) -> None:
-        """Return when nothing of any task is left."""
+        """Return when no process of any task is left."""
         while self._left:
             self._hear()
             self._collect()
             now = time.monotonic()
             for number in self._escalation.due(now):
                 self._send(number)
-            self._end_late_ones()
+            self._kill_late(now)
             self._sweep(now)
             if now > self._escalation.over + _HELD:
                 self._give_up()
@@ -149,8 +172,8 @@ class Supervisor:
 
     @property
     def code(self) -> int:
-        """The exit code of the job, as a shell counts: 128 + n for signal n; or that of tasks
-        which have saved before they ended."""
+        """The exit code of the job: of the first failed task, as in a shell 128 + n for signal n;
+        EXIT_CODE if tasks saved and ended."""
         first = self.first
         if first is not None:
             assert first.code is not None
@@ -160,7 +183,7 @@ class Supervisor:
         return 128 + self.stopped if self.stopped is not None else 0
 
     def _hear(self) -> None:
-        """Take the signals that came; a reader who closed our output is one of them."""
+        """Act on the signals that arrived; a closed stdout counts as SIGPIPE."""
         arrived = self._inbox.arrived
         if self._relay.broken.is_set() and self.stopped is None:
             arrived.append(signal.SIGPIPE)
@@ -175,7 +198,7 @@ class Supervisor:
             self._say(f"{number.name}: ending {_names(self._left)}.")
             if number is signal.SIGINT and not self._tracebacks:
                 self._relay.interrupted.set()
-            grace = max(self._grace, self._told())
+            grace = max(self._grace, self._policy.grace_after_signal())
             self._escalation = Escalation(steps_after(number, grace), now)
         self.stopped = self.stopped or number
 
@@ -186,48 +209,54 @@ class Supervisor:
         except Empty:
             return
         code = process.reap()
-        self._record("end", process, ending(code) if code else "")
+        self._policy.record("end", process, ending(code) if code else "")
         if not code:
-            self._end_late_ones(find=True)
-        if not code or self.stopped is not None or self._escalation.begun:
-            return
-        if process in self._too_late:
-            return
-        if code < 0 and not self._failed and (again := self._restart(process)) is not None:
-            self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
-            self._record("action", process, "started again")
-            self._left.append(again)
-            again.watch(self._ended)
-            return
-        others = any(each.code is None for each in self._left)
-        if code < 0 and not self._failed and others and self.goes_on(process):
-            self._relay.note(f"{process.task} was {ending(code)}; the others go on.")
-            self._record("action", process, "the others go on")
-            return
+            self._find_late()
+        elif self.stopped is None and not self._escalation.begun and process not in self._late:
+            self._take_failure(process, code)
+
+    def _take_failure(self, process: Process, code: int) -> None:
+        """Start a task that was killed again or go on without it; else let the others end."""
+        if code < 0 and not self._failed:
+            if (again := self._policy.restart(process)) is not None:
+                self._relay.note(f"{process.task} was {ending(code)}, and is started again.")
+                self._policy.record("action", process, "started again")
+                self._watch(again)
+                return
+            if self._running() and self._policy.goes_on(process):
+                self._relay.note(f"{process.task} was {ending(code)}; the others go on.")
+                self._policy.record("action", process, "the others go on")
+                return
         self._failed.append(process)
         if len(self._failed) == 1:
-            self._let_the_others_end(process, code)
+            self._begin_to_end(process, code)
 
-    def _end_late_ones(self, *, find: bool = False) -> None:
-        """If a task has done everything, those that were to join in it have nothing to do."""
+    def _find_late(self) -> None:
+        """After a task has finished the job, find tasks that started too late to take part."""
         now = time.monotonic()
-        for process in self._left if find else ():
-            waits = process.code is None and process not in self._too_late
-            if waits and (late := self.comes_too_late(process)) is not False:
-                self._too_late[process] = now + (0 if late else self._grace)
-        for process, until in self._too_late.items():
+        for process in self._running():
+            if process not in self._late:
+                late = self._policy.comes_too_late(process)
+                if late is not False:
+                    self._late[process] = now + (0 if late else self._grace)
+
+    def _kill_late(self, now: float) -> None:
+        for process, until in self._late.items():
             if now >= until and process.code is None:
                 self._relay.note(f"{process.task} comes too late; the job is done.")
-                self._too_late[process] = math.inf
+                self._late[process] = math.inf
                 process.signal(signal.SIGKILL)
 
-    def _let_the_others_end(self, process: Process, code: int) -> None:
-        """After the first failure; one that another has caused may be still to come."""
+    def _running(self) -> list[Process]:
+        return [process for process in self._left if process.code is None]
+
+    def _begin_to_end(self, process: Process, code: int) -> None:
+        """Begin the escalation after a first failure, which may name a task that still runs."""
         grace, because = self._grace, ""
         if process.because_of and not blames(process, process.task):
             grace, because = max(grace, _CULPRIT), f" because of {process.because_of}"
         self._escalation = Escalation(steps_after(None, grace), time.monotonic())
-        if others := [each for each in self._left if each.code is None]:
+        if others := self._running():
             self._say(
                 f"{process.task} failed{because} ({ending(code)}); {_names(others)} may take "
                 f"{grace:g} s to end."
@@ -235,17 +264,17 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         self._relay.note(text)
-        self._record("action", None, text)
+        self._policy.record("action", None, text)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self._left:
             process.signal(number)
-        alive = [process for process in self._left if process.code is None]
+        alive = self._running()
         if alive and (number is signal.SIGKILL or self.stopped is None):
             self._say(f"{number.name} to {_names(alive)}, still running.")
 
     def _sweep(self, now: float) -> None:
-        """Let go of tasks of which nothing is left; end what others have left behind."""
+        """Let go of tasks without processes; kill processes that outlive their task."""
         for process in list(self._left):
             if process.code is None:
                 continue
@@ -256,7 +285,7 @@ class Supervisor:
             elif overdue > 0:
                 process.signal(signal.SIGKILL)
                 if process not in self._swept:
-                    self._swept.append(process)
+                    self._swept.add(process)
                     self._say(f"{process.task} left processes behind; they are killed.")
 
     def _give_up(self) -> None:
@@ -266,7 +295,7 @@ class Supervisor:
 
 
 class Failed(Protocol):
-    """A task that has failed, and whom it blames for it."""
+    """A task that has failed, and the task that it blames."""
 
     @property
     def task(self) -> Task: ...
@@ -278,26 +307,26 @@ F = TypeVar("F", bound=Failed)
 
 
 def culprit(failed: Sequence[F]) -> F | None:
-    """Who failed first: whom the first to end blames, if that one failed, too, and so on."""
+    """Return the task that failed first: from the first to end, follow whom each one blames."""
     seen = list(failed[:1])
     while seen:
         others = (each for each in failed if each is not seen[-1])
         found = next((each for each in others if blames(seen[-1], each.task)), None)
         if found is None:
             return seen[-1]
-        if found in seen:  # each blames the other: the first to end, then
+        if found in seen:  # they blame each other
             return seen[0]
         seen.append(found)
     return None
 
 
 def blames(process: Failed, task: Task) -> bool:
-    """Whether it ended because of this task, or of a replica of it: "worker 1 replica 2"."""
+    """Whether a process blames this task or one of its replicas ("worker 1 replica 2")."""
     return f"{process.because_of} ".startswith(f"{task} ")
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -319,9 +348,9 @@ _UNKNOWN = "no task has said why"
 
 
 def write_end(job: JobFolder, code: int) -> int:
-    """Write down how the job ended, by what its tasks have written; its exit code.
+    """Write how the job ended, from the ends that its tasks wrote; return its exit code.
 
-    `code` is what their starter says, which a task that ended itself knows better.
+    `code`, from the process that started the tasks, counts where no task has written one.
     """
     ends = job.ends()
     first = culprit([end for end in ends if end.code and not end.stopped])
@@ -339,13 +368,13 @@ def write_end(job: JobFolder, code: int) -> int:
 
 
 def verdict(first: TaskEnd) -> str:
-    """Who failed, how, and its last lines."""
+    """Describe the first failure, with the task's last lines."""
     killed = first.code - 128 in signal.valid_signals()
     return last_word(first.task, ending(128 - first.code if killed else first.code), first.tail)
 
 
 def last_word(task: Task, how: str, tail: Sequence[str]) -> str:
-    """Who failed first, how, and what it said."""
+    """Describe the first failure: task, ending, last lines of stderr."""
     if not tail:
         return f"{task} failed first: {how}; it wrote nothing to stderr."
     lines = (f"    {line}" for line in tail)

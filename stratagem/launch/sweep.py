@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from stratagem.errors import UsageError
-from stratagem.launch.cli import whole
+from stratagem.launch.cli import declare, whole
 from stratagem.launch.run import command
 from stratagem.launch.submit import settings_of
 from stratagem.launch.sweep_folder import (
@@ -45,32 +45,26 @@ def _slots(text: str) -> int | None:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--metric", metavar="NAME:max", help="what is best: val_accuracy:max, val_loss:min")
-    add("--trials", type=whole(1), metavar="N", help="how many (10; of a grid all)")
-    add("--keep", type=whole(0), metavar="K", help="how many models stay on disk (3)")
-    add("--sampler", choices=SAMPLERS, help="random, grid or tpe (random)")
-    add("--seed", type=whole(0), metavar="S", help="of the sampler (0)")
-    add(
-        "--replicas-per-trial",
-        dest="replicas",
-        type=whole(1),
-        metavar="R",
-        help="devices of one trial (1)",
+    declare(
+        parser,
+        ("--metric NAME:max", "what is best: val_accuracy:max, val_loss:min"),
+        ("--trials N", "how many (10; of a grid all)", whole(1)),
+        ("--keep K", "how many models stay on disk (3)", whole(0)),
     )
-    add(
-        "--slots",
-        type=_slots,
-        metavar="N",
-        help="trials at a time; auto: as many as there are devices for (auto)",
+    parser.add_argument("--sampler", choices=SAMPLERS, help="random, grid or tpe (random)")
+    declare(
+        parser,
+        ("--seed S", "of the sampler (0)", whole(0)),
+        ("--replicas-per-trial R", "devices of one trial (1)", whole(1)),
+        ("--slots N", "trials at a time; auto: as many as there are devices for (auto)", _slots),
+        ("--prune", "end trials that are far behind", bool, None),
+        ("--on ENGINE", "each trial is a job: slurm, ssh or ray (this machine)"),
+        ("--workers W", "of each such job (1)", whole(1)),
+        ("--gpus-per-worker G", "of each such job (0)", whole(0)),
+        ("--hosts LIST", "as for stratagem submit (ssh)"),
+        ("--out DIR", "the sweep's folder (runs/sweep-SCRIPT)"),
+        ("--resume", "go on with the sweep of that folder"),
     )
-    add("--prune", action="store_const", const=True, help="end trials that are far behind")
-    add("--on", metavar="ENGINE", help="each trial is a job: slurm, ssh or ray (this machine)")
-    add("--workers", type=whole(1), metavar="W", help="of each such job (1)")
-    add("--gpus-per-worker", type=whole(0), metavar="G", help="of each such job (0)")
-    add("--hosts", metavar="LIST", help="as for stratagem submit (ssh)")
-    add("--out", metavar="DIR", help="the sweep's folder (runs/sweep-SCRIPT)")
-    add("--resume", action="store_const", const=True, help="go on with the sweep of that folder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,13 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "       %(prog)s --resume --out DIR"
     )
     _add_options(parser)
-    # The script's own flags follow it, and options of ours among them; main takes them apart.
+    # The script's flags and the sweep's options may be mixed after it; main separates them.
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, metavar="module")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="train.py ...")
 
 
 class _OwnOptions(argparse.ArgumentParser):
-    """The sweep's options among a script's."""
+    """Parses the sweep's options among the arguments of a script."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -101,7 +95,7 @@ class _OwnOptions(argparse.ArgumentParser):
         raise UsageError(f"{message} (see stratagem sweep --help)")
 
     def split(self, words: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The sweep's words, and the script's."""
+        """Split into the sweep's options and the script's arguments."""
         own: list[str] = []
         script: list[str] = []
         left = list(words)
@@ -120,7 +114,7 @@ class _OwnOptions(argparse.ArgumentParser):
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the sweep to its end; 1 if no trial came to one."""
+    """Run the sweep; 1 if no trial is complete."""
     options = _OwnOptions()
     own, words = options.split(args.module or args.words)
     args = options.parse_args(own, args)
@@ -167,10 +161,11 @@ def _out(args: argparse.Namespace, words: Sequence[str]) -> Path:
 def _settings(
     args: argparse.Namespace, words: Sequence[str], begun: SweepSettings | None
 ) -> SweepSettings:
-    """What is asked for; what is not said is as it was begun."""
+    """The settings that the options give; a resumed sweep keeps those that are not given."""
     if begun is not None and not words:
         _check_place(begun)
-        said = {name: vars(args)[name] for name in ("keep", "replicas", "sampler", "seed", "prune")}
+        said = {name: vars(args)[name] for name in ("keep", "sampler", "seed", "prune")}
+        said["replicas"] = args.replicas_per_trial
         said["submit"] = _submit(args) or None
         if args.metric:
             said["metric"], said["larger"] = read_metric(args.metric)
@@ -189,12 +184,12 @@ def _settings(
 
 
 def _submit(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `stratagem submit` for the trials' jobs; none where they run on this machine."""
+    """Options of `stratagem submit` for the trials' jobs; none if they run on this machine."""
     names = ("on", "workers", "gpus_per_worker", "hosts")
     given = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     if given and "on" not in given:
         raise UsageError("where to? As in: --on slurm, with --workers, --gpus-per-worker, --hosts")
-    if given and args.replicas:
+    if given and args.replicas_per_trial:
         raise UsageError(
             f"a job on {given['on']} has workers: say --workers and --gpus-per-worker instead of "
             "--replicas-per-trial"
@@ -227,7 +222,7 @@ def _new(args: argparse.Namespace, words: Sequence[str]) -> SweepSettings:
         larger=larger,
         trials=1,
         keep=3 if args.keep is None else args.keep,
-        replicas=args.replicas or 1,
+        replicas=args.replicas_per_trial or 1,
         sampler=args.sampler or "random",
         seed=args.seed or 0,
         prune=bool(args.prune),

@@ -1,8 +1,8 @@
-"""A sweep: what it tries, its settings, and its folder.
+"""The search space of a sweep, its settings, trials and folder.
 
 --lr 1e-4..1e-1:log    numbers between the two, evenly on a logarithmic scale
 --depth 2..6           whole numbers, both ends included
---units 64,128         one of these, handed on as it is written
+--units 64,128         one of these, passed on as it is written
 --epochs 5             every trial gets it as it is
 
 sweep.json               what was asked for
@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import MODEL
@@ -37,7 +37,7 @@ _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Numbers from `low` to `high`; whole ones where both are."""
+    """Numbers from `low` to `high`; whole numbers if both are."""
 
     flag: str
     low: float
@@ -63,13 +63,13 @@ def name_of(flag: str) -> str:
 
 
 def read(words: Sequence[str]) -> tuple[list[Axis], list[str]]:
-    """Tell the ranges and lists among a script's arguments from what stays as it is."""
+    """Split a script's arguments into ranges and lists, and the arguments that stay as they are."""
     axes: list[Axis] = []
     fixed: list[str] = []
     left = list(words)
     while left:
         word = left.pop(0)
-        if word == "--":  # what follows is the script's, whatever it looks like
+        if word == "--":  # the script's own arguments follow, ranges or not
             fixed += left
             break
         if not word.startswith("--"):
@@ -128,7 +128,7 @@ def _range(flag: str, text: str, low: str, high: str, scale: str | None) -> Numb
 
 
 def grid(axes: Sequence[Axis]) -> list[dict[str, str | int]]:
-    """Every combination, the last flag changing first."""
+    """Every combination; the last flag changes first."""
     values = [list(_all_of(axis)) for axis in axes]
     names = [name_of(axis.flag) for axis in axes]
     return [dict(zip(names, each, strict=True)) for each in itertools.product(*values)]
@@ -174,12 +174,12 @@ class SweepSettings:
 
     @property
     def space(self) -> tuple[list[Axis], list[str]]:
-        """What is tried, and the arguments that stay as they are."""
+        """The ranges and lists to try, and the arguments that stay as they are."""
         return read(self.words)
 
     @property
     def script(self) -> str:
-        """What is trained by, as messages name it."""
+        """The name of the script, module or function in messages."""
         if len(self.command) > 3:  # a function, in a file of its name
             return Path(self.command[-1]).stem
         return Path(self.command[1]).name if self.command[1] != "-m" else self.command[2]
@@ -189,7 +189,7 @@ class SweepSettings:
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> SweepSettings:
-        """What `to_json` wrote."""
+        """Read what `to_json` wrote."""
         try:
             found: dict[str, Any] = json.loads(text)
             made = cls(**found)
@@ -198,7 +198,7 @@ class SweepSettings:
         return replace(made, command=tuple(made.command), words=tuple(made.words))
 
     def check_same(self, begun: SweepSettings) -> None:
-        """Only the number of trials may change when a sweep goes on."""
+        """Refuse settings that changed since the sweep was begun; the number of trials may."""
         for name, mine in asdict(self).items():
             there = asdict(begun)[name]
             if name != "trials" and mine != there:
@@ -213,7 +213,7 @@ def _shown(value: Any) -> str:
 
 
 def read_metric(text: str | None) -> tuple[str, bool]:
-    """The name, and whether it is better the larger it is."""
+    """The name of a metric, and whether larger is better."""
     name, colon, way = (text or "").partition(":")
     if not name:
         raise UsageError("which metric decides? As in: --metric val_accuracy:max")
@@ -225,14 +225,14 @@ def read_metric(text: str | None) -> tuple[str, bool]:
 
 
 def count_trials(axes: Sequence[Axis], sampler: str, asked: int | None) -> int:
-    """How many trials there will be: no more than a grid has."""
+    """How many trials there will be, at most one for each point of a grid."""
     if sampler != "grid":
         return asked or 10
     return min(asked or len(grid(axes)), len(grid(axes)))
 
 
 def check_flags(script: Path, axes: Sequence[Axis]) -> None:
-    """Refuse a range of which the script's text shows that nobody reads it."""
+    """Refuse a range for a flag that, by its text, the script does not read."""
     if not script.is_file():
         return
     text = script.read_text(errors="replace")
@@ -247,13 +247,48 @@ def check_flags(script: Path, axes: Sequence[Axis]) -> None:
             )
 
 
+def value_of(text: str) -> Any:
+    """The number that a text stands for, True or False; else the text."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, int | float) else text
+
+
+@dataclass
+class SweepTrial:
+    """One trial of a sweep: runs, done, failed or pruned; `value` is its metric if it is done."""
+
+    number: int
+    flags: Mapping[str, str]
+    folder: Path
+    state: str = "runs"
+    value: float | None = None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The flags as keyword arguments."""
+        return {flag.removeprefix("--"): value_of(text) for flag, text in self.flags.items()}
+
+
+Trial = TypeVar("Trial", bound=SweepTrial)
+
+
+def best_first(trials: Iterable[Trial], larger: bool) -> list[Trial]:
+    """The complete trials, the best first; of equals the first."""
+    sign = -1.0 if larger else 1.0
+    done = [each for each in trials if each.state == "done"]
+    return sorted(done, key=lambda each: (sign * (each.value or 0.0), each.number))
+
+
 LOG = "log"
 ARGS = "args.json"
 SETTINGS = "sweep.json"
 
 
 class SweepFolder:
-    """Files of one sweep; one process at a time may work on it."""
+    """The files of one sweep, which one process at a time may lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,23 +297,23 @@ class SweepFolder:
 
     @property
     def begun(self) -> SweepSettings | None:
-        """What it was begun with, if it was."""
+        """The settings of the sweep in this folder, if there is one."""
         file = self.path / SETTINGS
         return SweepSettings.from_json(file.read_text(), file) if file.is_file() else None
 
     def begin(self, settings: SweepSettings) -> None:
-        """Write down what is asked for: a sweep is there from then on."""
+        """Write the settings, which begins a sweep."""
         part = self.path / f"{SETTINGS}.part"
         part.write_text(settings.to_json())
         os.replace(part, self.path / SETTINGS)
 
     def forget(self) -> None:
-        """Make as if it had not been begun; the trials' folders stay to be looked at."""
+        """Remove settings and journal; the trials' folders stay for inspection."""
         (self.path / SETTINGS).unlink()
         self.journal.unlink(missing_ok=True)
 
     def lock(self) -> None:
-        """Take the folder for this process, until it ends; however the last one ended."""
+        """Lock the folder for this process until it ends, and repair the journal."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -292,13 +327,13 @@ class SweepFolder:
                 f"another process is at work on the sweep in {self.path}; wait for it, or choose "
                 "another --out"
             ) from None
-        self._mend()
+        self._repair()
 
     def unlock(self) -> None:
         os.close(self._lock)
 
-    def _mend(self) -> None:
-        """Undo what a process left that was killed while it wrote to the journal."""
+    def _repair(self) -> None:
+        """Remove Optuna's lock and the unfinished line of a process that was killed."""
         self.journal.with_name("journal.lock").unlink(missing_ok=True)
         if self.journal.is_file():
             whole = self.journal.read_bytes().rfind(b"\n") + 1
@@ -308,7 +343,7 @@ class SweepFolder:
         return self.path / f"trial-{number:03d}"
 
     def clear(self, number: int, args: Mapping[str, Any]) -> Path:
-        """An empty folder for a trial that begins, or begins again."""
+        """Make an empty folder for a trial that begins, or begins again."""
         folder = self.trial(number)
         if folder.exists():
             shutil.rmtree(folder)
@@ -331,7 +366,7 @@ class SweepFolder:
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
     def write_table(self, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-        """The outcome of every trial, for spreadsheets."""
+        """Write the outcome of every trial as CSV."""
         import csv
 
         with (self.path / "trials.csv").open("w", newline="") as file:

@@ -1,7 +1,8 @@
-"""The parent of a sweep: asks for trials, runs them in slots, tells how they ended.
+"""The loop of a sweep: asks for trials, runs them in slots, writes how they ended.
 
-Only this process writes to the journal. A trial is told once nothing of it is left; one that was
-never told, because this process died, is run again under its number when the sweep goes on.
+Only this process writes to the journal, and writes that a trial has ended once none of its
+processes is left. A trial without an end, because this process died, is run again under its number
+when the sweep goes on.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ class SweepLoop:
         options: Sequence[str] = (),
         jobs: TrialJobs | None = None,
     ) -> None:
-        """`options` are those of the command, for one that is spelt wrong; `jobs`: where trials run
-        that are not to run here."""
+        """`options`: flags of the command, to suggest for a misspelt one; `jobs`: the engine that
+        runs the trials, if they do not run on this machine."""
         self._settings, self._folder, self._options = settings, folder, options
-        self.study = SweepStudy(settings, folder.journal)
+        self.study = SweepStudy(settings, folder)
         self._places, self._jobs = list(slots), jobs
         self._todo = self.study.unfinished()
         self._again = set(self._todo)
@@ -60,11 +61,9 @@ class SweepLoop:
         self.view = SweepView(settings.metric, settings.larger, settings.trials, len(self._places))
 
     def run(self) -> None:
-        """Return when every trial has ended, or a signal has ended them; `stopped` is that."""
+        """Return when every trial has ended, or the signal `stopped` has ended them."""
         for each in self.study.ended():
-            flags = self.study.flags(each.number)
-            row = TrialRow(each.number, flags, each.state, value=each.value)
-            self.view.rows[each.number] = row
+            self.view.rows[each.number] = TrialRow(**vars(each))
         with SignalQueue() as inbox, ExitStack() as stack:
             self._slots = self._jobs or TrialSlots(self._places)
             stack.callback(self._slots.close)
@@ -93,24 +92,24 @@ class SweepLoop:
                 return
 
     def _start(self, number: int) -> None:
-        flags = self.study.flags(number)
+        flags, folder = self.study.flags(number), self._folder.trial(number)
         if number in self._again and not self._tries[number]:
-            found = self._slots.find(number, self._folder.trial(number))
+            found = self._slots.find(number, folder)
             if found is not None:
                 self._tries[number] += 1
-                self.view.began(TrialRow(number, flags, slot=found.number), again=False)
+                self.view.began(TrialRow(number, flags, folder, slot=found.number), again=False)
                 return
         _, fixed = self._settings.space
         ranged = [word for flag, value in flags.items() for word in (flag, value)]
         if any(value.startswith("-") for value in flags.values()):  # a negative number is no flag
             ranged = [f"{flag}={value}" for flag, value in flags.items()]
         command = [*self._settings.command, *fixed, *ranged]
-        folder = self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
+        self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
         environ = os.environ | {VARIABLE: str(folder.absolute())}
         slot = self._slots.start(number, command, environ, folder / LOG)
         self._tries[number] += 1
         again = number in self._again or self._tries[number] > 1
-        self.view.began(TrialRow(number, flags, slot=slot.number), again)
+        self.view.began(TrialRow(number, flags, folder, slot=slot.number), again)
 
     # --- on the way -----------------------------------------------------------------------------
 
@@ -141,7 +140,7 @@ class SweepLoop:
         return [line[self._settings.metric] for line in lines if self._settings.metric in line]
 
     def _is_behind(self, number: int) -> bool:
-        """Report a trial's epochs so far; whether they are worth no more of them."""
+        """Report a trial's epochs so far; whether it is to be pruned."""
         return self.study.report(number, self._curve(number)) and number not in self._pruned
 
     def _stop(self, number: signal.Signals) -> None:
@@ -154,7 +153,7 @@ class SweepLoop:
     # --- the end of a trial ---------------------------------------------------------------------
 
     def _take(self, number: int, code: int) -> None:
-        """Tell how a trial ended; one that we ended, or that is run again, is not told."""
+        """Write how a trial ended, unless a signal ended it or it is run again."""
         self._follow(number)
         if number in self._pruned:
             self.study.tell_pruned(number)
@@ -186,7 +185,7 @@ class SweepLoop:
         elif curve[-1] is None:
             self._fail(number, f"{metric} was not a finite number in the end")
         else:
-            if self._settings.prune:  # others are compared with all of it
+            if self._settings.prune:  # others are compared with the whole curve
                 self.study.report(number, curve)
             self.study.tell(number, curve[-1])
             self.view.ended(number, "done")
@@ -198,13 +197,14 @@ class SweepLoop:
         self.view.ended(number, "failed", why)
 
     def _keep(self) -> None:
-        """Remove the models that are not among the best so far, and cannot be any more."""
+        """Remove the models of trials that are not among the best."""
         ranked = self.study.ranked()
         self._folder.drop_models(each.number for each in ranked[self._settings.keep :])
 
     def _give_up(self, why: str) -> None:
-        """End the sweep for a mistake that every trial would repeat, unless one did without it;
-        nothing was learnt, and the folder may be used for another sweep."""
+        """End the sweep for a mistake that every trial would repeat, unless a trial is complete.
+
+        The folder may then be used for another sweep."""
         if self.study.ranked():
             return
         for number in self._slots.running:
@@ -216,9 +216,9 @@ class SweepLoop:
 
     @property
     def complete(self) -> int:
-        """How many trials have come to a result."""
+        """How many trials are complete."""
         return len(self.study.ranked())
 
     def summary(self) -> list[str]:
-        """What came of it, in lines."""
-        return summary(self._settings, self._folder, self.study)
+        """The result, in lines."""
+        return summary(self._settings, self.study)

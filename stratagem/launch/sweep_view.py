@@ -1,4 +1,4 @@
-"""A sweep as it goes: a table on a terminal, a line for each event elsewhere."""
+"""Shows the progress of a sweep: a table on a terminal, else a line for each event."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import difflib
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from stratagem.launch.output import wants_colour
-from stratagem.launch.sweep_folder import SweepFolder, SweepSettings
+from stratagem.launch.sweep_folder import SweepFolder, SweepSettings, SweepTrial, best_first
 from stratagem.launch.sweep_study import SweepStudy
 
 if TYPE_CHECKING:
@@ -23,15 +23,11 @@ _STYLES = {"runs": "", "done": "green", "failed": "bold red", "pruned": "dim"}
 
 
 @dataclass
-class TrialRow:
-    """What is known of one trial."""
+class TrialRow(SweepTrial):
+    """A trial as the view shows it: while it runs, `value` is its metric after `epoch`."""
 
-    number: int
-    flags: Mapping[str, str]
-    state: str = "runs"
     slot: int | None = None
     epoch: int = 0
-    value: float | None = None
     seconds: float | None = None
     began: float = field(default_factory=time.monotonic)
 
@@ -41,7 +37,7 @@ class TrialRow:
 
 
 def _short(value: str) -> str:
-    """Six digits of a long number; the whole one is in args.json."""
+    """Shorten a long number to six digits; args.json has all of them."""
     try:
         return f"{float(value):.6g}" if len(value) > 9 else value
     except ValueError:
@@ -49,7 +45,7 @@ def _short(value: str) -> str:
 
 
 def time_left(ended: list[float], running: list[float], waiting: int, slots: int) -> float | None:
-    """Seconds, if trials go on taking what they took so far; None before one has ended."""
+    """Seconds left if trials take as long as before; None until a trial has ended."""
     if not ended:
         return None
     each = sum(ended) / len(ended)
@@ -65,7 +61,7 @@ def in_words(seconds: float) -> str:
 
 
 class SweepView:
-    """Shows what it is told of; `rows` has every trial."""
+    """Prints what happens to trials; `rows` has every trial."""
 
     def __init__(
         self, metric: str, larger: bool, trials: int, slots: int, stream: TextIO | None = None
@@ -94,7 +90,7 @@ class SweepView:
             self._live = None
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line, above the table if there is one."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:
@@ -118,12 +114,6 @@ class SweepView:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
 
-    def ranked(self) -> list[TrialRow]:
-        """The complete trials, the best first; of equals the first."""
-        done = [row for row in self.rows.values() if row.state == "done"]
-        sign = -1.0 if self._larger else 1.0
-        return sorted(done, key=lambda row: (sign * (row.value or 0.0), row.number))
-
     def _progress(self) -> str:
         over = [row for row in self.rows.values() if row.state != "runs"]
         running = [row for row in self.rows.values() if row.state == "runs"]
@@ -135,7 +125,7 @@ class SweepView:
             self._slots,
         )
         text = f"{len(over)} of {self._trials} ended"
-        if best := self.ranked()[:1]:
+        if best := best_first(self.rows.values(), self._larger)[:1]:
             text += f", best {best[0].value:.6g} (trial {best[0].number})"
         if left is None or len(over) == self._trials:
             return text
@@ -151,7 +141,8 @@ class SweepView:
         now = time.monotonic()
         others = [row for row in self.rows.values() if row.state in ("failed", "pruned")]
         running = [row for row in self.rows.values() if row.state == "runs"]
-        for row in [*running, *[*self.ranked(), *others][:_ROWS]]:
+        ranked = best_first(self.rows.values(), self._larger)
+        for row in [*running, *[*ranked, *others][:_ROWS]]:
             seconds = row.seconds if row.state != "runs" else now - row.began
             table.add_row(
                 str(row.number),
@@ -168,31 +159,31 @@ class SweepView:
 _UNKNOWN = "unrecognized arguments: "  # as argparse says it
 
 
-def summary(settings: SweepSettings, folder: SweepFolder, study: SweepStudy) -> list[str]:
-    """How the trials ended, and the best of them."""
+def summary(settings: SweepSettings, study: SweepStudy) -> list[str]:
+    """The summary of a sweep: how its trials ended, and the best of them."""
     ranked, ended = study.ranked(), study.ended()
     counts = Counter(each.state for each in ended)
     told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
     lines = [f"{len(ended)} of {settings.trials} trials ended: {told or 'none'}"]
     for place, each in enumerate(ranked[: max(1, settings.keep)], 1):
-        words = " ".join(f"{flag} {value}" for flag, value in study.flags(each.number).items())
-        kept = f"  {folder.trial(each.number)}" if place <= settings.keep else ""
+        words = " ".join(f"{flag} {value}" for flag, value in each.flags.items())
+        kept = f"  {each.folder}" if place <= settings.keep else ""
         lines.append(f"{place}. {settings.metric} {each.value:.6g}  {words}{kept}")
     return lines
 
 
 def write_table(settings: SweepSettings, folder: SweepFolder, study: SweepStudy) -> None:
-    """The outcome of every trial, for spreadsheets."""
+    """Write the outcome of every trial as CSV."""
     best, rows = [each.number for each in study.ranked()][: settings.keep], []
     for each in study.ended():
-        flags = study.flags(each.number).values()
-        rows.append((each.number, each.state, each.value, each.number in best, *flags))
+        kept = each.number in best
+        rows.append((each.number, each.state, each.value, kept, *each.flags.values()))
     names = [axis.flag for axis in settings.space[0]]
     folder.write_table(["trial", "state", settings.metric, "kept", *names], rows)
 
 
 def without_metric(settings: SweepSettings, number: int, names: Sequence[str]) -> str:
-    """The first trial to end has written these, and not the metric that decides."""
+    """The sentence for a first trial that wrote these metrics, but not the one that decides."""
     metric, script = settings.metric, settings.script
     if not names:
         return (

@@ -1,8 +1,8 @@
-"""What ties the tasks to the launcher's life; run as a script, so it imports nothing of ours.
+"""Ties the tasks to the launcher's life; run as a script, so it imports nothing of stratagem.
 
 tether.py hold PID COMMAND...   become COMMAND, which dies when its parent PID does
-tether.py guard FOLDER          when stdin closes, kill the process groups it has named, and
-                                remove the launcher's folder if it could not do so itself
+tether.py guard FOLDER          when stdin closes, kill the process groups that it named, and
+                                remove the launcher's folder if it is still there
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def hold(parent: int, command: list[str]) -> None:
 
 
 def guard(lines: Iterable[str], folder: str) -> None:
-    """Keep the groups that the lines add (+pid) and take off (-pid); kill those left over.
+    """Keep the process groups that lines add (+pid) and remove (-pid); at the end, kill them.
 
-    The kernel kills only the launcher's children: what they started dies here.
+    The kernel kills only the launcher's children; the processes that they started are killed here.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)

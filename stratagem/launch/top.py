@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from stratagem.errors import UsageError
 from stratagem.figures.run_folder import Line, RunFolder, RunTask, State, find
+from stratagem.launch.cli import declare
 
-#: of a line, and what each is called and means for Prometheus
+#: figures of a line: their names for Prometheus, and their meanings
 _GAUGES = {
     "step": ("step", "the newest step"),
     "rate": ("examples_per_second", "examples of this task a second"),
@@ -46,7 +47,7 @@ _GAUGES = {
 
 
 class PrometheusPage:
-    """Serves the newest figures, for as long as it is open."""
+    """Serves the newest figures over HTTP until it is closed."""
 
     def __init__(self, where: str, run: RunFolder) -> None:
         host, _, port = where.rpartition(":")
@@ -64,7 +65,7 @@ class PrometheusPage:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: the terminal shows a table."""
+                """Log nothing: the terminal shows a table."""
 
         self._run = run
         try:
@@ -75,7 +76,7 @@ class PrometheusPage:
 
     @property
     def port(self) -> int:
-        """The one that it listens at: of port 0, the system has chosen one."""
+        """The port, which the system has chosen if 0 was asked for."""
         return int(self._server.server_address[1])
 
     def __enter__(self) -> Self:
@@ -87,7 +88,7 @@ class PrometheusPage:
         self._server.server_close()
 
     def take(self, task: str, line: Line) -> None:
-        """Nothing: the page shows what the run holds when it is asked for."""
+        """Do nothing: the page reads the run when it is requested."""
 
     def text(self) -> str:
         """The page, in Prometheus' text format."""
@@ -122,7 +123,7 @@ def _labels(task: str, host: str) -> str:
 
 
 class TensorBoardWriter:
-    """A folder for TensorBoard, with one run a task; the axis is the step."""
+    """Writes a folder for TensorBoard, with one run for each task; the axis is the step."""
 
     def __init__(self, folder: str) -> None:
         try:
@@ -179,16 +180,19 @@ _PAUSE = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `stratagem top`."""
-    add = parser.add_argument
-    add("run", nargs="?", metavar="RUN", help="the run's folder (the newest in runs/)")
-    add("--once", action="store_true", help="one table, and no more")
-    add(
-        "--prometheus",
-        metavar="[HOST:]PORT",
-        help="serve the figures for Prometheus; on 127.0.0.1 unless a host is named",
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="the run's folder (the newest in runs/)"
     )
-    add("--tensorboard", metavar="DIR", help="write the figures into DIR for TensorBoard")
-    add("--no-color", action="store_true", help="no colours on a terminal (or set NO_COLOR)")
+    declare(
+        parser,
+        ("--once", "one table, and no more"),
+        (
+            "--prometheus [HOST:]PORT",
+            "serve the figures for Prometheus; on 127.0.0.1 unless a host is named",
+        ),
+        ("--tensorboard DIR", "write the figures into DIR for TensorBoard"),
+        ("--no-color", "no colours on a terminal (or set NO_COLOR)"),
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -209,7 +213,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _follow(run: RunFolder, sinks: Sequence[PrometheusPage | TensorBoardWriter]) -> bool:
-    """Take in what is new; returns whether the run is over."""
+    """Read new lines; return whether the run is over."""
     for task, line in run.read():
         for sink in sinks:
             sink.take(task, line)
@@ -235,7 +239,7 @@ def _live(
 def _plain(
     run: RunFolder, sinks: Sequence[PrometheusPage | TensorBoardWriter], args: argparse.Namespace
 ) -> None:
-    """Lines of columns as wide as their heads, for files and for other programs."""
+    """Print columns as wide as their heads, for files and other programs."""
     over = _follow(run, sinks)
     print(_columns(_COLUMNS, run), flush=True)
     while True:
@@ -272,7 +276,7 @@ def _table(run: RunFolder) -> Table:
 
 
 def _sorted(run: RunFolder) -> list[RunTask]:
-    """By kind and number: worker 2 comes before worker 10."""
+    """Sort tasks by role and number: worker 2 before worker 10."""
 
     def key(task: RunTask) -> list[tuple[int, str]]:
         words = task.name.split()
@@ -282,7 +286,7 @@ def _sorted(run: RunFolder) -> list[RunTask]:
 
 
 def cells(run: RunFolder, task: RunTask) -> list[str]:
-    """One row: what the task does, in words and numbers."""
+    """The row of a task."""
     line, state = task.last, run.state(task)
     busy = task.doing if state == "runs" else ""
     figures = [str(task.step), *_figures(line)] if task.lines else [""] * 10
@@ -290,7 +294,7 @@ def cells(run: RunFolder, task: RunTask) -> list[str]:
 
 
 def _figures(line: Line) -> list[str]:
-    """The rate; how long a step is, and of what; bytes, staleness, generation."""
+    """Rate, step time and its parts, bytes, staleness and generation of a line."""
     parts = [float(line.get(kind, 0.0)) for kind in ("compute", "load", "wait", "link")]
     whole = sum(parts)
     shares = [f"{part / whole:.0%}" if whole else "" for part in parts]

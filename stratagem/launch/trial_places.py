@@ -30,8 +30,8 @@ from stratagem.launch.submit import make_request
 from stratagem.launch.supervise import Escalation, steps_after
 from stratagem.launch.sweep_folder import SweepSettings
 
-_LINGER = 1.0  # for what a trial started, once the trial itself has ended
-_HELD = 5.0  # after SIGKILL: the kernel does not let a process go
+_LINGER = 1.0  # for processes that a trial started, once the trial itself has ended
+_HELD = 5.0  # after SIGKILL, until a process that is still there counts as stuck in the kernel
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Slot:
     threads: int = 1
 
     def environ(self) -> dict[str, str]:
-        """The threads do not depend on the number of slots: rounding would."""
+        """Variables of a trial; threads must not depend on the number of slots: rounding would."""
         own = {"OMP_NUM_THREADS": str(self.threads)} if "OMP_NUM_THREADS" not in os.environ else {}
         return own | ({"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {})
 
 
 def slots(asked: int | None, replicas: int, gpus: Sequence[str], cores: int) -> list[Slot]:
-    """Deal the GPUs out, or else the processors; `asked` is None for as many as there are."""
+    """Divide the GPUs, or else the processors, into slots; `asked` None: as many as possible."""
     have, kind = (len(gpus), "GPU") if gpus else (cores, "processor")
     if replicas > have and (gpus or asked is None):
         raise UsageError(
@@ -84,7 +84,7 @@ class _Running:
 
 
 class TrialSlots:
-    """Starts trials where a slot is free, and ends them with all that they started."""
+    """Runs trials in the slots of this machine; a trial ends with the processes that it started."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._free = list(slots)
@@ -101,13 +101,13 @@ class TrialSlots:
         return list(self._running)
 
     def find(self, number: int, folder: Path) -> Slot | None:
-        """Take up a trial that runs already: none does, for they die with their sweep."""
+        """Find a trial that still runs: none, since trials die with their sweep."""
         return None
 
     def start(
         self, number: int, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> Slot:
-        """Start a trial in the first slot that is free."""
+        """Start a trial in the first free slot."""
         slot = self._free[0]
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -123,7 +123,7 @@ class TrialSlots:
         return slot
 
     def stop(self, number: int, reason: signal.Signals, grace: float) -> None:
-        """Begin to end a trial: ask it to, then kill it; hurry if that was begun."""
+        """Signal a trial, later kill it; a second call hurries."""
         running, now = self._running[number], time.monotonic()
         if running.escalation.begun:
             running.escalation.hurry(now)
@@ -131,7 +131,7 @@ class TrialSlots:
             running.escalation = Escalation(steps_after(reason, grace), now)
 
     def collect(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait so long for trials to end; numbers and exit codes of those whose slot is free."""
+        """Wait so long; return numbers and exit codes of ended trials, whose slots are free."""
         with suppress(Empty):
             self._ended.get(timeout=seconds).reap()
             while True:
@@ -154,7 +154,7 @@ class TrialSlots:
         return over
 
     def close(self) -> None:
-        """Kill what is left."""
+        """Kill the trials that still run."""
         for running in self._running.values():
             running.process.kill()
         self._guard.close()
@@ -179,11 +179,11 @@ class _Sent:
 
 
 class TrialJobs:
-    """Submits a job for each trial, so many at once, and cancels them."""
+    """Submits a job for each trial, as many at once as there are slots, and cancels jobs."""
 
     def __init__(self, submit: Mapping[str, Any], slots: int | None, out: Path) -> None:
-        """`submit`: options of `stratagem submit`; `out`: the sweep's folder, which engines that
-        send the project leave out."""
+        """`submit`: options of `stratagem submit`; `out`: the sweep's folder, which is not copied
+        to the cluster with the project."""
         name = str(submit["on"])
         self._engine, self._submit, self._out = engine(name), dict(submit), out.absolute()
         if name not in _ENGINES:
@@ -199,7 +199,7 @@ class TrialJobs:
         self._asked, self._answered = 0.0, time.monotonic()
 
     def check(self, command: Sequence[str]) -> None:
-        """Refuse what cannot be submitted, before anything is."""
+        """Refuse a job that cannot be submitted, before the sweep begins."""
         request = self._engine.prepare(self._request(0, command, Path()))
         hosts = request.settings.get("hosts", ())
         if request.gpus and hosts and len(self.places) * request.workers > len(hosts):
@@ -217,11 +217,11 @@ class TrialJobs:
         return list(self._sent)
 
     def find(self, number: int, folder: Path) -> Slot | None:
-        """Take up the job of a trial that a sweep before this one has sent, if it has."""
+        """Find the job of a trial that an interrupted sweep has submitted."""
         if not (folder / JOB).exists():
             return None
         job = JobFolder(Path((folder / JOB).read_text()))
-        if not job.told:  # it was killed before
+        if not job.told:  # the sweep was killed before it had sent the job
             return None
         return self._add(number, job, folder)
 
@@ -248,7 +248,7 @@ class TrialJobs:
         given = {} if made.gpus else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         own = {**given, **made.environ, VARIABLE: str(folder.absolute())}
         more = dict(made.settings)
-        if hosts := more["hosts"]:  # a job's tasks are dealt to them from the first
+        if hosts := more["hosts"]:  # a job's tasks get hosts from the first on
             first = self._free[0].number * made.workers % len(hosts) if self._free else 0
             more["hosts"] = [*hosts[first:], *hosts[:first]]
         if self._out.is_relative_to(made.folder):
@@ -264,7 +264,7 @@ class TrialJobs:
             self._engine.cancel(sent.job)
 
     def collect(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait so long; numbers and exit codes of trials whose jobs have ended."""
+        """Wait so long; return numbers and exit codes of trials whose jobs have ended."""
         time.sleep(seconds)
         now = time.monotonic()
         if now - self._asked < _ASK:
@@ -275,7 +275,7 @@ class TrialJobs:
             if state.phase != "ended":
                 continue
             _bring_log(sent)
-            if sent.stopped:  # it is no result, and another sweep is not to find it
+            if sent.stopped:  # no result, so a resumed sweep must not find it
                 (sent.folder / JOB).unlink(missing_ok=True)
             over.append((sent.number, _exit_code(state)))
             del self._sent[sent.number]
@@ -294,7 +294,7 @@ class TrialJobs:
         return state
 
     def close(self) -> None:
-        """Cancel what is left."""
+        """Cancel the jobs that still run."""
         for sent in self._sent.values():
             self._engine.cancel(sent.job)
 
@@ -302,7 +302,7 @@ class TrialJobs:
 def trial_places(
     settings: SweepSettings, asked: int | None, out: Path
 ) -> tuple[list[Slot], TrialJobs | None]:
-    """Where trials run: slots of this machine, or jobs of an engine, so many at once."""
+    """Where trials run: slots of this machine, or jobs of an engine."""
     if not settings.submit:
         return slots(asked, settings.replicas, visible(os.environ), cores()), None
     jobs = TrialJobs(settings.submit, asked, out)
@@ -311,14 +311,14 @@ def trial_places(
 
 
 def _exit_code(state: JobState) -> int:
-    """As a process of this machine would have it: negative for a signal, and if nobody knows."""
+    """The exit code as `subprocess` has it: negative for a signal; unknown counts as killed."""
     if state.code is None:
         return _KILLED
     return 128 - state.code if state.code - 128 in signal.valid_signals() else state.code
 
 
 def _bring_log(sent: _Sent) -> None:
-    """What its tasks printed, into the trial's folder."""
+    """Copy the output of a job's tasks into the trial's folder."""
     many = len(sent.job.request.tasks()) > 1
     with (sent.folder / "log").open("w") as log:
         for task, _, line in LogReader(sent.job).lines():

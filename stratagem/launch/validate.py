@@ -1,7 +1,7 @@
-"""Predicted against measured: what fits on this machine is really run.
+"""Predicted against measured: trains every configuration that fits on this machine.
 
-All configurations are run in turns, several times over, and the median of a configuration's rounds
-counts: a bad moment of the machine is one round of one row.
+All configurations are run in turns, for several rounds, and the median of a configuration's rounds
+counts: a bad moment of the machine then spoils one round of one row only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from rich.table import Table
 
 from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
+from stratagem.plan.advice import constructor
 from stratagem.plan.choose import Plan
 from stratagem.plan.configuration import (
     CENTRAL,
-    COLUMNS,
-    MESH,
     MIRRORED,
-    PIPELINE,
     SERVERS,
     SHARDED,
     TENSOR,
@@ -34,7 +33,7 @@ from stratagem.plan.configuration import (
 )
 from stratagem.plan.cost import predict
 from stratagem.plan.measure import batch_of
-from stratagem.rules.updates import Asynchronous, Synchronous
+from stratagem.rules.updates import Asynchronous, LowerRate, Synchronous
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.strategies.central_storage import CentralStorageStrategy
 from stratagem.strategies.mesh import Mesh
@@ -47,7 +46,7 @@ from stratagem.strategies.tensor_parallel import TensorParallelStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.wire.device_kinds import KINDS
 
-#: of the steps of a round that count, and as long before them, and how many steps that is
+#: of the steps that are timed, and as long before them; how many steps at least and at most
 _SECONDS, _LEAST, _MOST = 0.75, 2, 100
 ROUNDS = 3
 _RESTLESS = 0.15  # by how much a row may differ from itself on a quiet machine
@@ -57,7 +56,7 @@ Train = Callable[[Strategy, Any, int], float]
 
 @dataclass(frozen=True)
 class ValidationRow:
-    """Seconds of a step, both ways."""
+    """Predicted and measured seconds of a step."""
 
     configuration: Configuration
     predicted: float
@@ -74,7 +73,7 @@ class ValidationRow:
 
     @property
     def spread(self) -> float:
-        """From the fastest round to the slowest, as a part of the median."""
+        """The difference of slowest and fastest round, as a part of the median."""
         return (max(self.rounds) - min(self.rounds)) / self.measured
 
 
@@ -86,7 +85,7 @@ def validate(
     rounds: int = ROUNDS,
     say: Say = lambda text: None,
 ) -> list[ValidationRow]:
-    """Run these configurations, or all that this machine can hold, in turns."""
+    """Run these configurations, or all that fit on this machine, in turns."""
     train = trainer(trial)
     chosen = fitting(plan) if chosen is None else chosen
     said = [predict(plan.profile, plan.hardware, each, plan.calibration).step for each in chosen]
@@ -107,18 +106,19 @@ def validate(
 def _measured(
     plan: Plan, trial: DryRun, train: Train, each: Configuration, predicted: float
 ) -> float:
-    """Seconds of a step, by a strategy that is started for it."""
+    """Measure seconds of a step, with a strategy made for it."""
     steps = int(min(max(_LEAST, _SECONDS / predicted), _MOST))
     rows = plan.profile.batch * (1 if each.asynchronous else each.counted)
     steps *= each.replicas if each.asynchronous else 1
     batch = batch_of(trial, rows, torch.device("cpu"))
-    with _strategy(each, plan.profile.device) as strategy, _threads(plan, each):
+    made = _strategy(each, plan.profile.device)
+    with closing(made) as strategy, _threads(plan, each):
         rate = train(strategy, batch, steps)
     return each.counted * plan.profile.batch / rate
 
 
 def trainer(trial: DryRun) -> Train:
-    """What trains a copy, if the script's training can be repeated at all."""
+    """Return the function that trains a copy of the model, if the training can be repeated."""
     if trial.train is None:
         raise UsageError(
             "a loop of one's own cannot be run with other strategies from outside, so there is "
@@ -128,7 +128,7 @@ def trainer(trial: DryRun) -> Train:
 
 
 def fitting(plan: Plan) -> list[Configuration]:
-    """What can be run here without sharing a device, and what was measured in spite of that."""
+    """Configurations that share no device here, and those measured although they do."""
     gpus = KINDS["cuda"].count() if plan.profile.device == "cuda" else 0
     most = gpus or max(cores(), *(n for n, _ in plan.profile.crowd), 1)
     counts = [n for n in (2, 4, 8, 16) if n <= min(most, plan.hardware.size)]
@@ -148,44 +148,35 @@ def fitting(plan: Plan) -> list[Configuration]:
 
 
 def _divides(cfg: Configuration, n: int) -> bool:
-    """Sharded, divided layers, and every schedule of a pipeline and of rows of them, with two
-    microbatches or chunks a stage."""
+    """Whether this is one of the strategies that divide a model over `n` devices; of pipelines and
+    meshes, every schedule with two microbatches or chunks a stage."""
     if cfg.hosts > 1 or cfg.replicas != n:
         return False
     return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
 
 
-@contextmanager
-def _strategy(cfg: Configuration, device: str) -> Iterator[Strategy]:
-    names = [f"{device}:{i}" for i in range(cfg.per_host)]
-    rule: Any = Asynchronous() if cfg.asynchronous else Synchronous(spares=cfg.spares)
-    made: Strategy
-    if cfg.strategy == SERVERS:
-        cluster = LocalCluster(workers=cfg.per_host, ps=cfg.servers)
-        made = ParameterServerStrategy(cluster, updates=rule, devices=names)
-    elif cfg.strategy == CENTRAL:
-        made = CentralStorageStrategy(names, updates=rule)
-    elif cfg.strategy == SHARDED:
-        made = ShardedStrategy(names)
-    elif cfg.strategy == TENSOR:
-        made = TensorParallelStrategy(names)
-    elif cfg.strategy == MESH:
-        made = Mesh(cfg.rows, cfg.depth, microbatches=cfg.microbatches, schedule=cfg.schedule)
-    elif cfg.schedule == COLUMNS:
-        made = PipelineStrategy(names, columns=cfg.microbatches)
-    elif cfg.strategy == PIPELINE:
-        made = PipelineStrategy(names, microbatches=cfg.microbatches, schedule=cfg.schedule)
-    else:
-        made = MirroredStrategy(names)
-    try:
-        yield made
-    finally:
-        made.close()
+#: names in the code that the plan prints
+_NAMES = SimpleNamespace(
+    **{
+        each.__name__: each
+        for each in (
+            *(CentralStorageStrategy, Mesh, MirroredStrategy, ParameterServerStrategy),
+            *(PipelineStrategy, ShardedStrategy, TensorParallelStrategy),
+            *(Asynchronous, LocalCluster, LowerRate, Synchronous),
+        )
+    }
+)
+
+
+def _strategy(cfg: Configuration, device: str) -> Strategy:
+    """Make the strategy by the code that the plan prints, which names the devices here."""
+    made: Strategy = eval(constructor(cfg, device, per_host=0), {"sg": _NAMES})
+    return made
 
 
 @contextmanager
 def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
-    """One device has the threads that it was planned with; replicas share out the cores."""
+    """Give one device the threads that it was planned with; replicas divide the cores."""
     before = torch.get_num_threads()
     if cfg.replicas == 1 and plan.profile.device == "cpu":
         torch.set_num_threads(plan.profile.threads)
@@ -196,10 +187,9 @@ def _threads(plan: Plan, cfg: Configuration) -> Iterator[None]:
 
 
 def restless(rows: Sequence[ValidationRow]) -> str:
-    """A sentence, if one device is not as fast as it was, or a row not as fast in one round as in
-    another: then the errors are the machine's, too.
+    """A note if one device or the rounds of a row differ in speed: the machine causes errors, too.
 
-    What one device is predicted to take is what it took when it was profiled.
+    The prediction for one device is the time that it took when it was profiled.
     """
     notes = []
     for row in rows:
@@ -223,7 +213,7 @@ def restless(rows: Sequence[ValidationRow]) -> str:
 
 
 def compare(plan: Plan, trial: DryRun, rounds: int, say: Say) -> int:
-    """Print the table of `validate`, and while it runs what each round has measured."""
+    """Run `validate` and print its table; return the exit code."""
     console = Console()
     title = f"predicted against measured, ms a step, the median of {rounds}"
     table = Table("configuration", box=SIMPLE, title=title)

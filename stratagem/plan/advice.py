@@ -149,7 +149,7 @@ def code(plan: Plan) -> str:
         "",
         *threads,
         *_cluster(cfg),
-        f"strategy = {_constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
+        f"strategy = {constructor(cfg, plan.profile.device, plan.hardware.per_host)}",
         f"batch_size = {size}  # {each}: for {'your DataLoader' if own else 'fit'}",
         *(_LOOP if own and cfg.per_host > 1 and cfg.strategy != SERVERS else []),
     ]
@@ -218,37 +218,34 @@ def _with_link(plan: Plan, configuration: Configuration, link: float) -> Predict
     return predict(plan.profile, faster, configuration, plan.calibration)
 
 
-def _constructor(cfg: Configuration, device: str, per_host: int) -> str:
-    """`per_host`: what strategies take of a host's GPUs if nobody names any."""
+def constructor(cfg: Configuration, device: str, per_host: int) -> str:
+    """The call that makes the strategy. Devices are named unless the configuration uses all the
+    GPUs of each host, which are `per_host`."""
     wire = [f"wire=sg.{cfg.wire}" if cfg.lossy else f'wire="{cfg.wire}"'] if cfg.wire else []
     here, rule = _devices(cfg.per_host, device), f"updates={_updates(cfg)}"
     if cfg.strategy == MIRRORED:
-        usual = cfg.replicas == 1 and device == "cpu"
-        return "sg.MirroredStrategy()" if usual else f"sg.MirroredStrategy({here})"
+        return f"sg.MirroredStrategy({here})"
     if cfg.strategy == CENTRAL:
         words = [here, *([rule] if cfg.asynchronous or cfg.spares else [])]
         return f"sg.CentralStorageStrategy({', '.join(words)})"
-    named = cfg.per_host != (1 if device == "cpu" else per_host)
+    named = device == "cpu" or cfg.per_host != per_host
     if cfg.strategy == SERVERS:
         local = [f"sg.LocalCluster(workers={cfg.replicas}, ps={cfg.servers})"]
         alone = cfg.hosts == 1 or cfg.per_host == 1
-        some = [f"devices={here}"] if named and alone and device != "cpu" else []
+        some = [f"devices={here}"] if named and alone else []
+        some = ['devices="cpu"'] if device == "cpu" else some  # one name for all workers
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
     if cfg.strategy == TENSOR:
         return f"sg.TensorParallelStrategy({here})"
+    pieces = f'microbatches={cfg.microbatches}, schedule="{cfg.schedule}"'
     if cfg.strategy == MESH:
-        return (
-            f"sg.Mesh(data={cfg.rows}, stage={cfg.depth}, microbatches={cfg.microbatches}, "
-            f'schedule="{cfg.schedule}")'
-        )
+        place = f"devices={here}, " if cfg.hosts == 1 else ""
+        return f"sg.Mesh(data={cfg.rows}, stage={cfg.depth}, {place}{pieces})"
     if cfg.schedule == COLUMNS:
-        return f"sg.PipelineStrategy({here}, columns={cfg.microbatches})"
+        pieces = f"columns={cfg.microbatches}"
     if cfg.strategy == PIPELINE:
-        return (
-            f"sg.PipelineStrategy({here}, microbatches={cfg.microbatches}, "
-            f'schedule="{cfg.schedule}")'
-        )
+        return f"sg.PipelineStrategy({here}, {pieces})"
     if cfg.strategy == SHARDED:
         return f"sg.ShardedStrategy({here if cfg.hosts == 1 or named else ''})"
     many = [f"devices={here}"] if named else []

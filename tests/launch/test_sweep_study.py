@@ -17,6 +17,7 @@ from stratagem.errors import UsageError
 from stratagem.launch.sweep_folder import (
     Choices,
     NumberRange,
+    SweepFolder,
     SweepSettings,
     check_flags,
     grid,
@@ -105,12 +106,17 @@ def test_a_flag_that_nobody_reads(tmp_path: Path, text: str, known: bool) -> Non
 # --- trials -----------------------------------------------------------------------------------
 
 
+def study_in(folder: Path, settings: SweepSettings = SETTINGS) -> SweepStudy:
+    folder.mkdir(exist_ok=True)
+    return SweepStudy(settings, SweepFolder(folder))
+
+
 def test_values_follow_from_the_number_alone(tmp_path: Path) -> None:
-    study = SweepStudy(SETTINGS, tmp_path / "a")
+    study = study_in(tmp_path / "a")
     at_once = [study.flags(study.ask()) for _ in range(8)]
     parts = []
     for _ in range(8):  # a process each, which tells what it asked for
-        again = SweepStudy(SETTINGS, tmp_path / "b")
+        again = study_in(tmp_path / "b")
         number = again.ask()
         parts.append(again.flags(number))
         again.tell(number, float(number))
@@ -121,21 +127,30 @@ def test_values_follow_from_the_number_alone(tmp_path: Path) -> None:
         assert 0 <= float(flags["--drop"]) <= 0.5 and flags["--act"] in ("relu", "tanh")
 
 
-@pytest.mark.parametrize("lines", range(2, 8))
-def test_asking_that_was_cut_short_is_finished(tmp_path: Path, lines: int) -> None:
-    """The process was killed after so many lines of the journal."""
-    whole = SweepStudy(SETTINGS, tmp_path / "whole")
-    expected = [whole.flags(whole.ask()) for _ in range(2)]
-    text = (tmp_path / "whole").read_text().splitlines(keepends=True)
-    (tmp_path / "cut").write_text("".join(text[:lines]))
-    study = SweepStudy(SETTINGS, tmp_path / "cut")
-    for number in study.unfinished() or [study.ask()]:
-        assert study.flags(number) == expected[number]
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_a_trial_is_in_the_journal_with_its_values_or_not_at_all(
+    tmp_path: Path, sampler: str
+) -> None:
+    """The process may be killed after any line of the journal."""
+    settings = replace(SETTINGS, sampler=sampler)
+    whole = study_in(tmp_path / "whole", settings)
+    before = len((tmp_path / "whole" / "journal").read_text().splitlines())
+    expected = [whole.flags(whole.ask()) for _ in range(3)]
+    text = (tmp_path / "whole" / "journal").read_text().splitlines(keepends=True)
+    assert len(text) == before + 3
+    for count in range(4):
+        folder = tmp_path / f"{count}"
+        folder.mkdir()
+        (folder / "journal").write_text("".join(text[: before + count]))
+        study = study_in(folder, settings)
+        assert study.unfinished() == list(range(count))
+        asked = [study.ask() for _ in range(count, 3)]
+        assert [study.flags(each) for each in [*range(count), *asked]] == expected
 
 
 def test_the_best_first_and_of_equals_the_first(tmp_path: Path) -> None:
     for larger, order in ((False, [1, 2, 0]), (True, [0, 1, 2])):
-        study = SweepStudy(replace(SETTINGS, larger=larger), tmp_path / f"{larger}")
+        study = study_in(tmp_path / f"{larger}", replace(SETTINGS, larger=larger))
         for value in (2.0, 1.0, 1.0):
             study.tell(study.ask(), value)
         study.tell_failed(study.ask())
@@ -177,7 +192,7 @@ def test_time_left() -> None:
     assert [in_words(n) for n in (40, 200, 9000)] == ["40 s", "3 min", "2.5 h"]
 
 
-def test_a_table_on_a_terminal() -> None:
+def test_a_table_on_a_terminal(tmp_path: Path) -> None:
     from io import StringIO
 
     class Terminal(StringIO):
@@ -187,7 +202,8 @@ def test_a_table_on_a_terminal() -> None:
     stream = Terminal()
     with SweepView("val_loss", False, 3, 2, stream) as view:
         for number in range(2):
-            view.began(TrialRow(number, {"--lr": "0.0123456789"}, slot=number), again=False)
+            row = TrialRow(number, {"--lr": "0.0123456789"}, tmp_path, slot=number)
+            view.began(row, again=False)
         view.rows[0].value = 0.25
         view.ended(0, "done")
         view.refresh()

@@ -151,6 +151,28 @@ def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) 
         assert chosen.replicas == 1 or advice.sentence(plan).startswith(named)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (Configuration(MIRRORED), 'sg.MirroredStrategy(["cpu:0"])'),
+        (Configuration(MULTI_WORKER, 2), 'sg.MultiWorkerMirroredStrategy(devices=["cpu:0"])'),
+        (
+            Configuration(SERVERS, per_host=2, servers=1),
+            "sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1), updates=sg.Synchronous(),"
+            ' devices="cpu")',
+        ),
+        (
+            Configuration(SERVERS, 2, 2, servers=1),
+            'sg.ParameterServerStrategy(updates=sg.Synchronous(), devices="cpu")',
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_for_cpus_names_them(chosen: Configuration, said: str) -> None:
+    """On a machine with GPUs a strategy takes those by default."""
+    assert advice.constructor(chosen, "cpu", 2) == said
+
+
 def test_threads_that_were_planned_with_are_in_the_code() -> None:
     alone = profile(usual_threads=4)
     pasted = advice.code(choose(alone, Hardware()))

@@ -129,8 +129,8 @@ def test_on_a_slow_link_it_pays() -> None:
     said = advice.sentence(plan)
     assert "sg.PowerSGD() makes" in said and "(sg.DiLoCo(20) " in said
     seldom = Configuration(MULTI_WORKER, 8, every=20)
-    assert "(sync=sg.DiLoCo(20))" in advice._constructor(seldom, "cpu", 1)
-    in_turn = advice._constructor(replace(seldom, fragments=4), "cpu", 1)
+    assert "(sync=sg.DiLoCo(20))" in advice.constructor(seldom, "cuda", 1)
+    in_turn = advice.constructor(replace(seldom, fragments=4), "cuda", 1)
     assert "(sync=sg.DiLoCo(20, fragments=4))" in in_turn
     said = report.text(plan, width=120)
     assert "no longer those of one device" in " ".join(said.split()) and "times as fast" in said

@@ -324,7 +324,7 @@ def test_the_code_of_every_row_is_python_that_the_strategy_takes(limit: float | 
     ast.parse(advice.code(plan))
     assert {TENSOR, MESH} < {each.configuration.strategy for each in plan.predictions}
     for each in plan.predictions:
-        line = advice._constructor(each.configuration, "cpu", 4)
+        line = advice.constructor(each.configuration, "cpu", 4)
         name = ast.parse(line).body[0].value.func.attr  # type: ignore[attr-defined]
         assert name == each.configuration.strategy
         if name in (PIPELINE, SHARDED, MESH, TENSOR):

@@ -1,7 +1,7 @@
-"""What every engine does with a job: describe it, send it, tell its state, end it.
+"""The interface of engines: describe a job, send it, report its state, end it.
 
-An engine is one file of this folder. What it needs to know of a job is a `JobRequest`; what there
-is to know of one that was sent lies in its folder (job_folder.py), whichever engine runs it.
+Each engine is one file of this folder. It gets a job as a `JobRequest`; the folder of a job that
+was sent (job_folder.py) has the same files whichever engine runs it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ ENGINES = ("slurm", "ssh", "kubernetes", "ray", "vertex")
 
 
 class Engine(Protocol):
-    """One file of this folder."""
+    """A way to run jobs elsewhere."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
-        """Look at everything that can be wrong before anything starts; raises `UsageError`."""
+        """Check the request before anything starts; raise `UsageError` for what is wrong."""
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """What will be sent, to the byte but for the secret and values of --env."""
+        """Return what will be sent, to the byte but for the secret and values of --env."""
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
-        """Start it; the engine's own name for it."""
+        """Start the job; return the engine's name for it."""
 
     def state(self, job: JobFolder) -> JobState:
-        """How far it is; what lies elsewhere of its logs is brought into the folder."""
+        """Return the job's state, after logs that lie elsewhere were copied into its folder."""
 
     def cancel(self, job: JobFolder) -> None:
-        """End it; nothing happens to one that has ended."""
+        """End the job, if it has not ended."""
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name."""
+    """Import the engine of this name."""
     if name not in ENGINES:
         raise UsageError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
     found: Engine = importlib.import_module(f"stratagem.launch.engines.{name}").ENGINE

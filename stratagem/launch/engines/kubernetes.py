@@ -1,8 +1,9 @@
 """Jobs for Kubernetes: manifests (kubernetes_kinds.py), sent with kubectl.
 
-kubectl has the user's clusters and logins. The Job, JobSet or TrainJob is made suspended and woken
-when the rest is there; Service and Secret belong to it and go when it goes. Logs and ends of pods
-are brought into the job's folder when somebody asks, since Kubernetes forgets them with the pods.
+kubectl has the user's clusters and logins. The Job, JobSet or TrainJob is created suspended, and
+resumed when its Service and Secret exist; these are owned by it and deleted with it. Every query of
+the state copies logs and ends of pods into the job's folder, since Kubernetes deletes them with the
+pods.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VOLUME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?=/\S+")
 
 
 class Kubernetes:
-    """kubectl of this machine."""
+    """Runs jobs with kubectl of this machine."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
         if shutil.which("kubectl") is None:
@@ -58,7 +59,7 @@ class Kubernetes:
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """The manifests; the secret itself is made when they are sent."""
+        """The manifests, without the secret, which is made when they are sent."""
         documents = manifests(request.hidden(), _name(request, job), "(a secret)")
         return "".join(f"---\n{_text(each)}" for each in documents)
 
@@ -111,8 +112,8 @@ class Kubernetes:
         job.ended(TOLD_TO_END, "cancelled")
 
     def _bring(self, job: JobFolder) -> str:
-        """What pods have written, and how they have ended, into the job's folder; and what the
-        first one that has not begun waits for."""
+        """Copy logs and ends of pods into the job's folder; return what the first pod that has not
+        begun waits for."""
         request, name = job.request, str(job.told["name"])
         kind, waits = kind_of(request), ""
         listed = _kubectl(request, "get", "pods", "-o", "json", f"--selector={kind.label}={name}")
@@ -147,7 +148,7 @@ ENGINE = Kubernetes()
 
 
 def _waits_for(pod: dict[str, Any]) -> str:
-    """Why a pod has not begun: no node has room, its image cannot be had; nothing if it has."""
+    """Why a pod has not begun (no node has room, no image); empty if it has."""
     status = pod.get("status", {})
     for each in status.get("containerStatuses", ()):
         waiting = each["state"].get("waiting")
@@ -157,7 +158,7 @@ def _waits_for(pod: dict[str, Any]) -> str:
 
 
 def _begin_again(job: JobFolder, attempt: int) -> None:
-    """All pods are new ones, whose lines follow those that are here."""
+    """Begin a new attempt, whose pods are new and whose lines follow those in the logs."""
     lines = {
         str(task): job.log(task).read_bytes().count(b"\n")
         for task in job.request.tasks()
@@ -168,7 +169,7 @@ def _begin_again(job: JobFolder, attempt: int) -> None:
 
 
 def _name(request: JobRequest, job: JobFolder) -> str:
-    """With what JobSet adds to it, a pod's name has 63 letters at most."""
+    """A short name: with the additions of JobSet a pod's name may have 63 letters."""
     return f"{request.name[:30].rstrip('-')}-{job.suffix}"
 
 
@@ -177,16 +178,16 @@ def _text(document: dict[str, Any]) -> str:
 
 
 def _create(request: JobRequest, document: dict[str, Any]) -> bytes:
-    return _kubectl(request, "create", "-o", "json", "-f", "-", told=document)
+    return _kubectl(request, "create", "-o", "json", "-f", "-", document=document)
 
 
-def _kubectl(request: JobRequest, *words: str, told: Any = None) -> bytes:
-    """What kubectl answers; what it is told goes through stdin, so that no secret is in `ps`."""
+def _kubectl(request: JobRequest, *words: str, document: Any = None) -> bytes:
+    """Run kubectl; `document` goes through stdin, so that no secret shows in `ps`."""
     more = [f"--{key}={value}" for key in _PLACE if (value := request.settings.get(key))]
     try:
         done = subprocess.run(
             ["kubectl", *more, *words],
-            input=None if told is None else _text(told).encode(),
+            input=None if document is None else _text(document).encode(),
             capture_output=True,
             timeout=120,
         )

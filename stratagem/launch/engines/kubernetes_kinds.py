@@ -1,4 +1,4 @@
-"""What a job is on Kubernetes: an Indexed Job, a JobSet or a TrainJob, and what belongs to it.
+"""Manifests of a job on Kubernetes: an Indexed Job, a JobSet or a TrainJob, with its resources.
 
 kind       needs on the cluster    roles                       begins again
 job        nothing                 all with the same resources no
@@ -31,7 +31,7 @@ class PlainJob:
     resource, label = "job", "job-name"
 
     def check(self, request: JobRequest) -> None:
-        """Refuse what it cannot do."""
+        """Refuse what this kind cannot do."""
         if request.gpus and (request.ps or request.evaluator):
             raise UsageError(
                 "in a Job of Kubernetes all tasks have the same resources: leave out "
@@ -47,7 +47,7 @@ class PlainJob:
         return f"{name}-{number}.{name}:{_PORT}"
 
     def task(self, request: JobRequest, pod: dict[str, Any]) -> Task:
-        """Which task a pod is."""
+        """The task that runs in a pod."""
         return request.tasks()[_index(pod)]
 
     def document(self, request: JobRequest, name: str, variables: list[Any]) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class PlainJob:
         return _document("batch/v1", "Job", name, spec)
 
     def beside(self, name: str) -> list[dict[str, Any]]:
-        """What it needs besides the Secret."""
+        """The resources that it needs besides the Secret."""
         service = {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -67,12 +67,12 @@ class PlainJob:
 
 
 class JobSetKind(PlainJob):
-    """A JobSet: a Job for each role, which begin again together; it makes the Service itself."""
+    """A JobSet: a Job for each role, restarted together; the JobSet makes the Service."""
 
     resource, label = "jobsets.jobset.x-k8s.io", f"{_SET}/jobset-name"
 
     def check(self, request: JobRequest) -> None:
-        """Everything goes."""
+        """A JobSet can do everything."""
 
     def address(self, name: str, task: Task, number: int) -> str:
         return f"{name}-{task.type}-0-{task.index}.{name}:{_PORT}"
@@ -106,7 +106,7 @@ class JobSetKind(PlainJob):
 
 
 class TrainJobKind(JobSetKind):
-    """A TrainJob of Kubeflow Trainer; its runtime makes a JobSet of one Job, `node`."""
+    """A TrainJob of Kubeflow Trainer, whose runtime makes a JobSet of one Job, `node`."""
 
     resource = "trainjobs.trainer.kubeflow.org"
 
@@ -145,7 +145,7 @@ _KINDS = {"job": PlainJob(), "jobset": JobSetKind(), "trainjob": TrainJobKind()}
 
 
 def kind_of(request: JobRequest) -> PlainJob:
-    """The kind that was asked for."""
+    """The kind of a request."""
     name = request.settings.get("kind", "job")
     if name not in _KINDS:
         raise UsageError(f"there is no --kind {name!r}; there are {', '.join(_KINDS)}")
@@ -153,12 +153,12 @@ def kind_of(request: JobRequest) -> PlainJob:
 
 
 def manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[str, Any]]:
-    """The job, then what belongs to it."""
+    """The manifests: the job, then the resources that belong to it."""
     kind = kind_of(request)
     addresses = [kind.address(name, task, i) for i, task in enumerate(request.tasks())]
     variables: list[dict[str, Any]] = [
         {"name": "STRATAGEM_CLUSTER", "value": json.dumps(request.by_role(addresses))},
-        # whom the task ends because of becomes the message of its end
+        # the task that a task blames becomes its termination message
         {"name": BLAME_VARIABLE, "value": "/dev/termination-log"},
         *(
             {"name": key, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
@@ -172,7 +172,7 @@ def manifests(request: JobRequest, name: str, secret: str = "") -> list[dict[str
 
 
 def attempt_of(pod: dict[str, Any]) -> int:
-    """How often the JobSet of a pod had begun again when it was made."""
+    """The number of restarts of the JobSet when this pod was made."""
     return int(pod["metadata"].get("labels", {}).get(f"{_SET}/restart-attempt", 0))
 
 

@@ -31,7 +31,7 @@ from stratagem.launch.job_folder import (
 from stratagem.launch.supervise import TOLD_TO_END, write_end
 
 _ADDRESS = "RAY_API_SERVER_ADDRESS"  # as Ray's own client reads it
-#: a line of the driver: when, of which task (or "place", "end"), and what
+#: a line of the driver: time, task (or "place", "end"), text
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z) ([a-z]+-\d+|place|end|again) (.*)")
 
 
@@ -48,7 +48,7 @@ class Ray:
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """The command, and the file that it names, but for the values of --env."""
+        """The command, and the file that it names, without the values of --env."""
         command = shlex.join(_command(request, _name(request, job), job))
         return f"{command}\n# runtime_env.json: {json.dumps(_runtime_env(request.hidden()))}\n"
 
@@ -94,7 +94,7 @@ class Ray:
         _ask(job.request, f"/api/jobs/{job.told['name']}/stop", post=True)
 
     def _bring(self, job: JobFolder) -> int | None:
-        """What the driver has told, into the job's folder; its exit code once it has ended."""
+        """Copy the driver's report into the job's folder; return the exit code at its end."""
         text = str(_ask(job.request, f"/api/jobs/{job.told['name']}/logs")["logs"])
         told = [match.groups() for line in text.split("\n") if (match := _LINE.fullmatch(line))]
         code, again = None, [i for i, (_, what, _) in enumerate(told) if what == "again"]
@@ -116,7 +116,7 @@ class Ray:
         return code
 
     def _end(self, job: JobFolder, when: str, told: Any, code: int | None) -> int | None:
-        """A task's end, or that of all."""
+        """Write the end of a task, or of the job."""
         if isinstance(told, int):
             return told
         end = TaskEnd(Task(*told["task"]), told["code"], told["because_of"], when, told["tail"])
@@ -137,7 +137,7 @@ def _address(request: JobRequest) -> str:
 
 
 def _check_gpus(request: JobRequest) -> None:
-    """Refuse what would wait for ever: no node has so many, and the cluster does not grow."""
+    """Refuse a job that would wait forever: no node has so many GPUs, and no autoscaler runs."""
     report = _ask(request, "/api/cluster_status")["data"]["clusterStatus"]["autoscalerReport"]
     kinds = report["nodeTypeMapping"] or {}
     if any(kind != f"node_{name}" for name, kind in kinds.items()):  # not started by hand
@@ -151,15 +151,15 @@ def _check_gpus(request: JobRequest) -> None:
         )
 
 
-def _told(request: JobRequest) -> dict[str, Any]:
-    """What the driver reads; what `--env` names is in its environment."""
+def _driver_request(request: JobRequest) -> dict[str, Any]:
+    """The request as the driver reads it; values of `--env` are in the driver's environment."""
     restarts = request.settings.get("restarts", 0)
     settings = {"env": list(request.environ), "restarts": restarts}
     return {**request.to_json(), "environ": {}, "settings": settings}
 
 
 def _runtime_env(request: JobRequest) -> dict[str, Any]:
-    told = {**request.environ, "STRATAGEM_JOB": json.dumps(_told(request))}
+    told = {**request.environ, "STRATAGEM_JOB": json.dumps(_driver_request(request))}
     return {"env_vars": told, "excludes": list(request.settings.get("excludes", ()))}
 
 

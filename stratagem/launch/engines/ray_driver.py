@@ -1,7 +1,15 @@
-"""The driver of a job on Ray: a place for each task, what they print, and all ended when one fails.
+"""The driver of a job on Ray: takes a place for each task, copies output, ends all after a failure.
 
-Ray runs it on the cluster. It speaks to whoever follows the job by lines of its output: a time, a
-task or a word, and the rest.
+    engines/ray.py      stratagem submit, on the user's machine
+      Ray job             starts main() here on the cluster
+        RayDriver           polls each place every 0.2 s
+          TaskPlace           a Ray actor on the node of a task
+            far_task ssh        a process; reads the task, ALIVE and SIGTERM from stdin
+              the script          or a function; RayCluster runs RayDriver in the notebook
+
+A failure travels upwards by poll(): the driver waits _GRACE, stops the other places, then kills
+them. Downwards: an actor ends with the driver, and closes the stdin of its process, which ends.
+The driver reports by lines on stdout: a time, a task or a word ("place", "end", "again"), a text.
 """
 
 from __future__ import annotations
@@ -32,13 +40,13 @@ _GRACE = 3.0  # from the first failure to SIGTERM, and from there to the end of 
 _TICK = 0.2
 _SETTLED = GRACE + 5  # until nothing is left of a run whose places were lost
 _LOST = 255
-#: Ray kills the children of an actor that ends, and its process group, but not the children of its
-#: children in a session of their own: so the task itself has time to save
+#: when an actor ends, Ray kills its children and its process group, but not a grandchild in another
+#: session: the task has time to save
 _SHIELD = ("sh", "-c", '"$@"; exit $?', "sh")
 
 
 class TaskPlace:
-    """Where a task runs: an actor, which starts it as a process and keeps what it prints."""
+    """A Ray actor that runs one task as a process and keeps its output until it is polled."""
 
     def __init__(self) -> None:
         self._lines: deque[tuple[str, str]] = deque()
@@ -46,14 +54,13 @@ class TaskPlace:
         self._process: subprocess.Popen[str] | None = None
 
     def address(self, host: str) -> tuple[str, str]:
-        """The machine's name, and host and port of a free port there."""
+        """Return the machine's name, and the address of a free port there."""
         with socket.socket() as sock:
             sock.bind(("", 0))
             return socket.gethostname(), f"{host}:{sock.getsockname()[1]}"
 
     def start(self, told: str, call: bytes) -> None:
-        """Begin; it ends with this actor, whose pipe it reads. `call`: a function, if not a
-        script."""
+        """Start the process; `told` is the task as JSON, `call` a pickled function, if any."""
         if call:
             self._folder = Path(mkdtemp(prefix="stratagem-call-"))
             (self._folder / "call").write_bytes(call)
@@ -86,7 +93,7 @@ class TaskPlace:
                 self._tail = [*self._tail[-9:], line.rstrip("\n")]
 
     def poll(self) -> tuple[list[tuple[str, str]], int | None, list[str]]:
-        """What it has printed since the last call; its exit code; the end of its stderr."""
+        """Return the lines since the last poll, the exit code, and the last lines of stderr."""
         assert self._process is not None
         code = self._process.poll()
         if code is not None:
@@ -97,7 +104,7 @@ class TaskPlace:
         return lines, code, self._tail
 
     def result(self) -> str:
-        """What the function has returned."""
+        """Return the function's result, as JSON."""
         text = (self._folder / "result").read_text()
         shutil.rmtree(self._folder)
         return text
@@ -120,12 +127,12 @@ Tell = Callable[[str, str, str | None], None]
 
 
 class RayDriver:
-    """Sees the tasks to their end."""
+    """Starts the tasks of a job in places of a Ray cluster and waits for all of them."""
 
     def __init__(
         self, ray: Any, request: JobRequest, call: bytes = b"", tell: Tell = _tell
     ) -> None:
-        """`call`: a function that tasks run instead of a script; `tell`: what is told of them."""
+        """`call`: a pickled function to run instead of a script; `tell` reports an event."""
         self._ray, self._request = ray, request
         self._call, self._tell = call, tell
         self.ends: list[TaskEnd] = []
@@ -133,7 +140,7 @@ class RayDriver:
         self._group: Any = None
 
     def run(self) -> int:
-        """See them to their end; their exit code. Lost places are taken anew, if that was asked."""
+        """Run the job, again if places were lost and restarts are left; return its exit code."""
         left = int(self._request.settings.get("restarts", 0))
         while True:
             code = self._run()
@@ -206,11 +213,11 @@ class RayDriver:
             self._ray.get(place.start.remote(json.dumps(told), self._call))
 
     def results(self) -> list[str]:
-        """What the function has returned on each."""
+        """Return the function's results, one for each task."""
         return [self._ray.get(place.result.remote()) for place in self._places.values()]
 
     def close(self) -> None:
-        """End what still runs, and give the places back."""
+        """End the tasks that still run, and give the places back."""
         ended = {end.task for end in self.ends}
         self._end([task for task in self._places if task not in ended])
         for place in self._places.values():
@@ -221,7 +228,7 @@ class RayDriver:
             remove_placement_group(self._group)
 
     def _look(self, task: Task) -> bool:
-        """Whether it has ended; what it printed is told."""
+        """Report what a task has printed; return whether it has ended."""
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
@@ -244,8 +251,8 @@ class RayDriver:
         self._tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
 
     def _end(self, left: list[Task]) -> None:
-        """Ask those that are left to end, then kill them, then take their places away."""
-        for grace in (_GRACE, 1.0):  # whoever is asked twice is killed
+        """Ask the tasks to end, ask again, which kills them, then kill their actors."""
+        for grace in (_GRACE, 1.0):  # a second SIGTERM does not wait for the task to save
             for task in left:
                 self._places[task].stop.remote()
             until = time.monotonic() + grace

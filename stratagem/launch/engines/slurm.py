@@ -21,15 +21,15 @@ from stratagem.launch.job_folder import JobFolder, JobRequest, JobState, last_li
 from stratagem.launch.supervise import write_end
 from stratagem.training.termination import EXIT_CODE
 
-#: seconds before the time limit at which trainings are asked to save: of a short job a quarter, for
-#: Slurm may be half a minute early
+#: seconds before the time limit at which trainings are asked to save: Slurm may be half a minute
+#: early; a quarter of a short job
 _BEFORE_THE_END = 90
 _REQUEUES = 100
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
 
 
 class Slurm:
-    """sbatch, squeue and scancel of this machine."""
+    """Runs jobs with sbatch, squeue and scancel of this machine."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
         if shutil.which("sbatch") is None:
@@ -106,7 +106,7 @@ class Slurm:
             raise UsageError(f"squeue cannot tell: {last_line(done.stderr)}")
         if known and found[0] in _WAITING:
             return JobState("waiting", text=" ".join(found).lower())
-        if known:  # what it has left behind may be of a run before this one
+        if known:  # the files may be of an earlier run of the job
             return JobState("running")
         os.scandir(job.path).close()  # a shared folder may not have shown the newest file yet
         end = job.end()
@@ -115,8 +115,8 @@ class Slurm:
         return JobState("ended", text=f"it left no word: {job.path / 'batch.log'} may say why")
 
     def _found(self, job: JobFolder) -> str:
-        """The number of a job that was sent by somebody who was killed before it was written down;
-        Slurm knows its script."""
+        """Find the number of a job whose sender was killed before writing it: Slurm knows the
+        script."""
         listed = _call(["squeue", "--noheader", "--me", "--format=%i %o"])
         if listed.returncode:
             raise UsageError(f"squeue cannot tell: {last_line(listed.stderr)}")
@@ -124,10 +124,10 @@ class Slurm:
         name = next((i for i, _, script in pairs if script == str(job.path / "script")), "")
         if name:
             job.sent("slurm", name.partition("+")[0], job.request)
-        return str(job.told["name"])  # which it may have written down itself by now
+        return str(job.told["name"])  # the job may have written it by now
 
     def cancel(self, job: JobFolder) -> None:
-        job.write("cancelled.json", {})  # so that what saves is not put back into the queue
+        job.write("cancelled.json", {})  # so that a job that saves is not requeued
         done = _call(["scancel", str(job.told["name"])])
         if done.returncode and "Invalid job id" not in done.stderr:
             raise UsageError(f"scancel refused: {last_line(done.stderr)}")
@@ -151,7 +151,7 @@ def _call(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def begin(job: JobFolder) -> int:
-    """At the start of the batch script, each time it starts: a new secret for this run."""
+    """Called by the batch script at each start: make a new secret for this run."""
     job.sent("slurm", os.environ["SLURM_JOB_ID"], job.request)  # sbatch may have been killed
     job.begin_again()
     file = job.path / "secret"
@@ -162,7 +162,7 @@ def begin(job: JobFolder) -> int:
 
 
 def finish(job: JobFolder, code: int) -> int:
-    """At its end: who failed first; and one that has saved is put into the queue again."""
+    """Called by the batch script at its end: write who failed first; requeue a job that saved."""
     (job.path / "secret").unlink(missing_ok=True)
     code = write_end(job, code)
     number, again = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT", 0))

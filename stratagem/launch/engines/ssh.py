@@ -41,22 +41,22 @@ from stratagem.launch.job_folder import (
 )
 from stratagem.launch.output import Relay
 from stratagem.launch.processes import Guard, Process
-from stratagem.launch.supervise import SignalQueue, Supervisor, write_end
+from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor, write_end
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
     *("-o", "ControlMaster=no", "-o", "ControlPath=none"),  # each task has a line of its own
 )
-_ALIVE = 5.0  # seconds between two words to each task
-_GRACE = 3.0  # seconds for the others to end after one has failed
+_ALIVE = 5.0  # seconds between two lines of ALIVE to each task
+_GRACE = 3.0  # seconds for the other tasks to end after a failure
 _NOT_REACHED = 255  # ssh's own exit code
 
 
 class Ssh:
-    """ssh of this machine, with the user's own configuration."""
+    """Runs jobs with ssh of this machine, with the user's configuration."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
-        """Ask every host whether the tasks could run there, and for ports that are free."""
+        """Ask every host whether its tasks could run there, and for free ports."""
         hosts = [str(host) for host in request.settings.get("hosts", ())]
         if not hosts:
             raise UsageError("which hosts? As in: --hosts node1,node2 (or hosts in stratagem.toml)")
@@ -87,11 +87,10 @@ class Ssh:
         return replace(request, settings=settings)
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """The commands; what goes through their stdin follows each, but for the secret and the
-        values of --env."""
+        """The commands, each followed by its stdin without the secret and the values of --env."""
         request, lines = request.hidden(), []
         for task, host in zip(request.tasks(), request.settings["places"], strict=True):
-            told = _told(request, task, "(a secret)")
+            told = _task_json(request, task, "(a secret)")
             lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {told}"]
         return "\n".join([*lines, ""])
 
@@ -128,7 +127,7 @@ class Ssh:
             os.kill(pid, signal.SIGTERM)
 
     def _alive(self, job: JobFolder) -> int:
-        """The supervisor's process, 0 if it has ended."""
+        """The process id of the supervisor, 0 if it has ended."""
         told = job.read("supervisor.json")
         if told is None:
             return 0
@@ -142,7 +141,7 @@ ENGINE = Ssh()
 
 
 def _born(pid: int) -> str:
-    """When a process began, in the kernel's ticks; nothing if it has ended."""
+    """The start of a process in the kernel's ticks; empty if it has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -155,12 +154,12 @@ def _ssh(request: JobRequest) -> list[str]:
 
 
 def _login(host: str) -> str:
-    """What ssh is given, of host or host=address."""
+    """The login for ssh, from LOGIN or LOGIN=ADDRESS."""
     return host.partition("=")[0]
 
 
 def _address(host: str) -> str:
-    """What the other tasks reach it by."""
+    """The address at which other tasks reach a host."""
     login, _, address = host.partition("=")
     return address or login.rpartition("@")[2]
 
@@ -173,7 +172,7 @@ def _command(request: JobRequest, login: str) -> list[str]:
     return [*_ssh(request), *_OPTIONS, "--", login, _far(request, "ssh")]
 
 
-def _told(request: JobRequest, task: Task, secret: str) -> str:
+def _task_json(request: JobRequest, task: Task, secret: str) -> str:
     told: dict[str, Any] = {
         "task": [task.type, task.index],
         "cluster": request.by_role(list(request.settings["addresses"])),
@@ -187,7 +186,7 @@ def _told(request: JobRequest, task: Task, secret: str) -> str:
 
 
 def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str, Any]:
-    """What a host says of itself; raises if the tasks cannot run there."""
+    """Run `far_task probe` on a host; raise if the tasks cannot run there."""
     login, script = _login(host), request.words[0]
     told = {
         "folder": request.folder,
@@ -244,7 +243,7 @@ def _check_gpus(request: JobRequest, login: str, own: Sequence[Task], there: int
 
 
 def _dealt(request: JobRequest, by_host: Sequence[Sequence[Task]]) -> dict[str, list[int]]:
-    """The GPUs of each task, by their numbers on its host; nothing is said where none are used."""
+    """The GPUs of each task, by their numbers on its host; None if the job uses none."""
     if not request.gpus:
         return {}
     dealt: dict[str, list[int]] = {}
@@ -258,7 +257,7 @@ def _dealt(request: JobRequest, by_host: Sequence[Sequence[Task]]) -> dict[str, 
 
 
 class Remote(Process):
-    """A task at the other end of a connection; signals go through it by their names."""
+    """A task at the other end of an ssh connection, which also carries names of signals."""
 
     def __init__(
         self, task: Task, command: Sequence[str], told: str, environ: Mapping[str, str], blame: Path
@@ -278,14 +277,14 @@ class Remote(Process):
             self._way = -1
 
     def say(self, line: str) -> None:
-        """A line through its stdin."""
+        """Write a line to the task's stdin."""
         if self._way >= 0:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which its watcher will tell
+            with contextlib.suppress(BrokenPipeError):  # the task has ended, as its watcher reports
                 os.write(self._way, f"{line}\n".encode())
 
 
 def supervise(job: JobFolder) -> int:
-    """See the tasks to their end, and write down what becomes of them."""
+    """Run the tasks of a job, and write how each of them ended."""
     request, secret = job.request, secrets.token_hex(32)
     here = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid())}
     job.write("supervisor.json", here)
@@ -296,7 +295,7 @@ def supervise(job: JobFolder) -> int:
         for i, (task, host) in enumerate(
             zip(request.tasks(), request.settings["places"], strict=True)
         ):
-            told = _told(request, task, secret)
+            told = _task_json(request, task, secret)
             process = Remote(task, _found(request, host), told, os.environ, guard.folder / str(i))
             stack.callback(process.kill)
             guard.add(process)
@@ -307,10 +306,8 @@ def supervise(job: JobFolder) -> int:
         over = threading.Event()
         stack.callback(over.set)
         threading.Thread(target=_keep_alive, args=(processes, over), daemon=True).start()
-        ends = _Ends(job, relay)
-        supervisor = Supervisor(
-            processes, guard, relay, inbox, _GRACE, record=ends.add, told=lambda: GRACE + _ALIVE
-        )
+        policy = _WriteEnds(job, relay)
+        supervisor = Supervisor(processes, guard, relay, inbox, _GRACE, policy=policy)
         supervisor.run()
         relay.close()
         while not relay.join(1.0):
@@ -322,20 +319,23 @@ def supervise(job: JobFolder) -> int:
 
 
 def _found(request: JobRequest, host: str) -> list[str]:
-    """The command with the whole path of its program: it is started by exec."""
+    """The command with the full path of its program, as exec needs it."""
     first, *rest = _command(request, host)
     return [shutil.which(first) or first, *rest]
 
 
-class _Ends:
-    """Writes down that a task has ended when it does, before its last lines are all read."""
+class _WriteEnds(LaunchPolicy):
+    """Writes the end of a task at once, before its last lines are all read."""
 
     def __init__(self, job: JobFolder, relay: Relay) -> None:
         self._job, self._relay = job, relay
 
-    def add(self, kind: str, process: Process | None, text: str) -> None:
+    def record(self, kind: str, process: Process | None, text: str) -> None:
         if kind == "end" and process is not None:
             _write_end(self._job, process, self._relay.tail(process))
+
+    def grace_after_signal(self) -> float:
+        return GRACE + _ALIVE
 
 
 def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
@@ -348,7 +348,7 @@ def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
 def _write_end(job: JobFolder, process: Process, tail: list[str], stopped: bool = False) -> None:
     told = job.task(process.task)
     because = next((line.removeprefix(BECAUSE) for line in tail if line.startswith(BECAUSE)), "")
-    code = -signal.SIGKILL if process.code is None else process.code  # nobody waits any longer
+    code = -signal.SIGKILL if process.code is None else process.code  # given up by the supervisor
     if code == _NOT_REACHED:
         tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
     lines = tuple(line for line in tail if not line.startswith(BECAUSE))

@@ -40,8 +40,8 @@ _KNOWN = "logged.json"
 _MACHINE = "n1-standard-4"
 _INSTALL = "pip install google-cloud-aiplatform"
 _SECONDS = 60.0  # for one answer
-_SETTLE = 4.0  # from a job's end to its last lines in Cloud Logging
-_LATE = timedelta(minutes=10)  # after the end, in which somebody who asks may find more
+_SETTLE = 4.0  # from a job's end until its last lines are in Cloud Logging
+_LATE = timedelta(minutes=10)  # after the end, in which a query may still find new lines
 _TAIL = 10  # lines that explain a failure
 _STATES = {
     "JOB_STATE_QUEUED": "waiting",
@@ -56,7 +56,7 @@ _CULPRIT = re.compile(r"replica (workerpool\d)-(\d+) exited with a non-zero stat
 
 
 class Vertex:
-    """The project and region of `--project` and `--region`."""
+    """Runs custom jobs in the project and region of `--project` and `--region`."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
         settings = request.settings
@@ -95,7 +95,7 @@ class Vertex:
         text = self.describe(request, job)
         (job.path / "script").write_text(text)
         job.sent("vertex", "", request)
-        with _said():
+        with _one_sentence():
             made = _client(request).create_custom_job(
                 parent=_parent(request), custom_job=_message(json.loads(text)), timeout=_SECONDS
             )
@@ -111,7 +111,7 @@ class Vertex:
             return end
         request = job.request
         _bring_logs(job)
-        with _said():
+        with _one_sentence():
             found = _client(request).get_custom_job(name=_resource(job), timeout=_SECONDS)
         state = found.state.name
         if state in _STATES:
@@ -132,7 +132,7 @@ class Vertex:
         return job.end() or JobState("ended")
 
     def cancel(self, job: JobFolder) -> None:
-        with _said():
+        with _one_sentence():
             _client(job.request).cancel_custom_job(name=_resource(job), timeout=_SECONDS)
 
 
@@ -175,14 +175,14 @@ def _custom_job(request: JobRequest, name: str) -> dict[str, Any]:
 
 
 def _replica(task: Task) -> str:
-    """What Vertex AI calls a task."""
+    """Vertex AI's name for a task."""
     if task.type == "worker":
         return f"workerpool1-{task.index - 1}" if task.index else "workerpool0-0"
     return f"workerpool{2 if task.type == 'ps' else 3}-{task.index}"
 
 
 def _write_failure(job: JobFolder, text: str) -> None:
-    """Who failed first, if Vertex AI says so."""
+    """Write which task failed first, if Vertex AI's message names one."""
     match = _CULPRIT.search(text)
     named = {_replica(task): task for task in job.request.tasks()}
     task = named.get(f"{match[1]}-{match[2]}") if match else None
@@ -196,7 +196,7 @@ def _write_failure(job: JobFolder, text: str) -> None:
 
 
 def _last_lines(job: JobFolder, task: Task) -> list[str]:
-    """What it has printed in the end, as far as that is here."""
+    """The last lines of a task that are in its log."""
     if not job.log(task).exists():
         return []
     lines = job.log(task).read_text(errors="replace").splitlines()[-_TAIL:]
@@ -204,7 +204,7 @@ def _last_lines(job: JobFolder, task: Task) -> list[str]:
 
 
 def _bring_logs(job: JobFolder) -> None:
-    """Lines of tasks lie in Cloud Logging; where they cannot be had, say how to see them."""
+    """Copy lines from Cloud Logging; if that is impossible, log a command that shows them."""
     request = job.request
     named = {_replica(task): task for task in request.tasks()}
     endpoint = str(request.settings.get("vertex_endpoint", ""))
@@ -230,7 +230,7 @@ def _resource(job: JobFolder) -> str:
 
 
 def _message(spec: dict[str, Any]) -> Any:
-    """The CustomJob of Google's client; it knows every field and every accelerator."""
+    """Parse a CustomJob by Google's client, which knows every field and accelerator."""
     try:
         from google.cloud.aiplatform_v1.types import CustomJob
         from google.protobuf.json_format import ParseDict, ParseError
@@ -260,7 +260,7 @@ def _client(request: JobRequest) -> Any:
 
 
 def _on_this_machine(address: str) -> Any:
-    """The way to a stand-in, without login or encryption; only on this machine."""
+    """A transport to a stand-in on this machine, without login or encryption."""
     import grpc
     from google.cloud.aiplatform_v1.services.job_service.transports import JobServiceGrpcTransport
 
@@ -272,8 +272,8 @@ def _on_this_machine(address: str) -> Any:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
-    """What Vertex AI refuses, as one sentence."""
+def _one_sentence() -> Iterator[None]:
+    """Turn errors of Google's client into one sentence."""
     from google.api_core import exceptions
 
     try:
@@ -291,16 +291,16 @@ def _said() -> Iterator[None]:
 
 
 class NoLogs(Exception):
-    """Cloud Logging cannot be read from here; the reason."""
+    """The reason why Cloud Logging cannot be read from here."""
 
 
 def _bring(job: JobFolder, tasks: Mapping[str, Task], address: str | None) -> None:
     """Append new entries to the logs of `tasks`, by the names that Vertex AI has for them.
 
-    Entries show up late and not in their order. So each look goes back a minute, and what is here
-    already is known by its time and id (logged.json).
+    Entries appear late and out of order. So each query goes back a minute, and entries that were
+    copied are known by time and id (logged.json).
 
-    `address`: a stand-in on this machine. What Vertex AI says itself goes to the first task.
+    `address`: a stand-in on this machine. Lines of Vertex AI itself go to the first task.
     """
     client = _log_client(address)
     project, number = job.request.settings["project"], job.told["name"]
@@ -339,14 +339,14 @@ def _when(entry: Any) -> str:
 
 @contextmanager
 def _alone(job: JobFolder) -> Iterator[None]:
-    """Several may follow a job at once, and each line is to be here once."""
+    """Lock the logs: several processes may follow a job, and each line is to be written once."""
     with (job.path / "logged.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _entries(client: Any, project: str, wanted: str) -> Iterator[Any]:
-    """Every entry, page by page; none where the service does not answer now."""
+    """Yield every entry, page by page; none if the service does not answer now."""
     from google.api_core import exceptions
 
     asked = {"resource_names": [project], "filter": wanted, "order_by": "timestamp asc"}
@@ -357,7 +357,7 @@ def _entries(client: Any, project: str, wanted: str) -> Iterator[Any]:
         exceptions.DeadlineExceeded,
         exceptions.ResourceExhausted,
     ):
-        return  # the next look brings what this one has not
+        return  # the next query gets these entries
     except exceptions.GoogleAPICallError as problem:
         raise NoLogs(f"Cloud Logging refuses: {problem.message}") from None
 
