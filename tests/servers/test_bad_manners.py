@@ -207,13 +207,13 @@ def test_what_is_wrong_is_told_once() -> None:
     here, there = socket.socketpair()
     heartbeat = TaskHeartbeat(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
     troubles = [sg.ReplicaLost(f"number {i}", "ps 0") for i in range(8)]
-    threads = [threading.Thread(target=heartbeat.fall, args=(each,)) for each in troubles]
+    threads = [threading.Thread(target=heartbeat.fail, args=(each,)) for each in troubles]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE)
     assert told == [heartbeat.trouble]
-    heartbeat.stop()
+    heartbeat.leave()
     there.close()
 
 
