@@ -1,4 +1,4 @@
-"""The thread that serves connections: nothing said is lost, nothing blocks, nothing is left."""
+"""The thread of a star loses no message, never blocks, and closes what it opened."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Diary:
-    """A listener that writes down what it is told."""
+    """A handler that records its calls."""
 
     def __init__(self) -> None:
         self.pages: list[tuple[object, ...]] = []
@@ -29,7 +29,7 @@ class Diary:
             self.changed.notify_all()
 
     def read(self, count: int) -> list[tuple[object, ...]]:
-        """The first pages, once there are as many."""
+        """Wait for so many calls, and return them."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.pages) >= count, 20), self.pages
             return self.pages[:count]
@@ -143,8 +143,8 @@ def test_flush_and_stop_return_at_once_when_there_is_nothing_to_wait_for(ends: E
 def test_nobody_waits_for_an_answer_on_what_was_closed_meanwhile(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever ends its followers closes their sockets, maybe before the thread has seen one end:
-    then it never does, which cost survivors of a kill 1.0 to 1.5 s, now and then."""
+    """A process that ends its followers may close their sockets before the thread has seen an end,
+    which it then never sees. Waiting for it cost survivors of a kill 1.0 to 1.5 s."""
     monkeypatch.setattr("stratagem.cluster.star.LINGER", 8.0)
     ours, theirs = ends
     star = Star({1: ours}, Diary())

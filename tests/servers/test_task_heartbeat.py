@@ -1,4 +1,4 @@
-"""A task and its coordinator beat through one star each, encrypted or not."""
+"""The heartbeats between a task and its coordinator, encrypted and plain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Pair:
-    """A coordinator's list of peers, and a worker whose heartbeat is in it."""
+    """The peers of a coordinator, and the heartbeat of one worker."""
 
     def __init__(self, tls: bool, give_up: float = 60.0) -> None:
         came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
 def test_who_is_silent_is_named_and_given_up(
     side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "STALL", 0.5)  # a look or two before it is given up
+    monkeypatch.setattr(heartbeat, "STALL", 0.5)  # so that it is named before it is given up
     pair, given_up = Pair(tls=False, give_up=1.5), list[str]()
     silent = pair.task._star if side == "task" else pair.peers._star
     assert silent is not None
