@@ -1,4 +1,4 @@
-"""The first thing that went wrong in a job: to whom, how, and what to do about it."""
+"""What can go wrong with a member, as notes and as errors that name the member and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stratagem.errors import (
 
 Kind = Literal["died", "stalled", "late", "failed", "joined"]
 
-#: kinds after which a member is gone, but the others could go on
+#: kinds after which a member is gone, though an elastic job goes on without it
 DEPARTURES = ("died", "stalled", "late")
 
 DETAIL_BYTES = 64 << 10
@@ -39,9 +39,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """What happened to a member; `rank` is the rank through which the others know it.
+    """What happened to a member; `rank` is its rank, or that of the worker it belongs to.
 
-    That a task joins an elastic job is told the same way: whoever waits drops what it does.
+    A task that joins an elastic job is announced the same way, since it interrupts a step too.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Failure:
         return make(text.format(who=self.member, detail=self.detail), self.member.name)
 
     def to_note(self) -> dict[str, object]:
-        """Write it for the other members."""
+        """Write the message for the other members."""
         return {
             "t": "trouble",
             "rank": self.rank,
@@ -67,7 +67,7 @@ class Failure:
 
     @classmethod
     def from_note(cls, note: Mapping[str, object]) -> Failure:
-        """Read what another member wrote; ValueError if it is no trouble."""
+        """Read another member's message; ValueError if it is malformed."""
         rank, kind = note["rank"], note["kind"]
         if not isinstance(rank, int) or kind not in _WORDS:
             raise ValueError(f"no trouble of rank {rank!r} and kind {kind!r} is known")
@@ -76,7 +76,7 @@ class Failure:
 
 
 def shorten(detail: str) -> str:
-    """Keep the last 64 KiB: the end of a traceback says what was raised."""
+    """Keep the last 64 KiB; the end of a traceback says what was raised."""
     data = detail.encode("utf-8", "replace")
     if len(data) <= DETAIL_BYTES:
         return data.decode()
@@ -112,11 +112,11 @@ _WORDS: dict[Kind, tuple[type[ReplicaError], str]] = {
 }
 
 
-# --- errors on their way between tasks --------------------------------------------------------
+# --- errors of a job with servers ---------------------------------------------------------------
 
 
 def server_lost(name: str, why: str = "") -> ReplicaLost:
-    """Return what to raise where a server has died."""
+    """Return the error that ends a job whose server has died."""
     seen = f" ({why})" if why else ""
     return ReplicaLost(
         f"{name} is gone{seen}, and a share of the parameters with it, so the job ends. Its own "
@@ -126,7 +126,7 @@ def server_lost(name: str, why: str = "") -> ReplicaLost:
 
 
 def chief_lost(name: str, why: str) -> ReplicaLost:
-    """Return what to raise where the chief has died; the job has no other one."""
+    """Return the error that ends a job whose chief has died."""
     return ReplicaLost(
         f"{name}, the chief, is gone ({why}), so the job ends. Start it again from the last "
         "checkpoint.",
@@ -135,7 +135,7 @@ def chief_lost(name: str, why: str) -> ReplicaLost:
 
 
 def hangs(name: str, text: str) -> ReplicaStalled:
-    """Return what to raise where a task that the job needs is silent too long, as `text` says."""
+    """Return the error that ends a job in which a task that it needs is silent; `text` says it."""
     return ReplicaStalled(
         f"{text}: its machine, or the network between, hangs. The last checkpoint is whole; start "
         "the job again from there.",
@@ -144,23 +144,23 @@ def hangs(name: str, text: str) -> ReplicaStalled:
 
 
 def left_behind(name: str, text: str, kind: type[ReplicaError]) -> ReplicaError:
-    """Return what to raise in a task that the job goes on without, for the reason of `text`."""
+    """Return the error to raise in a task that the job goes on without; `text` is the reason."""
     return kind(f"{text} the others have gone on without it. Start it again to take part.", name)
 
 
 def is_server_lost(error: BaseException | None) -> bool:
-    """Whether an error says that a server is gone, and nothing else is wrong."""
+    """Whether an error says that a server is gone or silent."""
     return isinstance(error, ReplicaLost | ReplicaStalled) and error.who.startswith("ps ")
 
 
 def failed(name: str, text: str) -> ReplicaFailed:
-    """Return what to raise where a task raised an exception; `text` is its traceback, if any."""
+    """Return the error that ends a job in which a task raised; `text` is its traceback, if any."""
     seen = f"{_TRACE}\n\n{text}" if text.strip() else "See its output for the reason."
     return ReplicaFailed(f"{name} raised an exception; the others were stopped. {seen}", name)
 
 
 def headline(error: ReplicaError) -> str:
-    """Return what to log of an error that will be raised as well: a traceback is needed once."""
+    """Return the line to log for an error that is raised too, which shows the traceback."""
     return str(error).partition("\n")[0].removesuffix(f" {_TRACE}")
 
 

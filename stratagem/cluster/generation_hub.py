@@ -23,8 +23,7 @@ from stratagem.cluster.failure import Member
 from stratagem.cluster.generations import CALL, LAUNCHER, Door
 from stratagem.cluster.handshake import send_note
 from stratagem.cluster.heartbeat import GIVE_UP
-from stratagem.cluster.membership import Membership
-from stratagem.cluster.message_router import OUTSIDE
+from stratagem.cluster.membership import OUTSIDE, Membership
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.cluster.waiting import FIRST, Wait
 from stratagem.errors import ReplicaMissing

@@ -25,8 +25,7 @@ from stratagem.cluster.acceptor import Acceptor
 from stratagem.cluster.failure import Failure, Member
 from stratagem.cluster.handshake import send_note
 from stratagem.cluster.heartbeat import GIVE_UP
-from stratagem.cluster.membership import Membership
-from stratagem.cluster.message_router import OUTSIDE
+from stratagem.cluster.membership import OUTSIDE, Membership
 from stratagem.cluster.rendezvous import Gathering, JobRuns, Visitor
 from stratagem.cluster.sockets import listen
 from stratagem.cluster.spec import ClusterSpec, Task

@@ -1,11 +1,11 @@
-r"""Who is here: a star of connections around the first member, and the first failure told to all.
+r"""The membership of a job: a star of connections around the hub, and the first failure in it.
 
     spoke 1 ---\
-    spoke 2 ---- hub (rank 0, the chief)      beats both ways; the hub passes notes on
+    spoke 2 ---- hub (rank 0, the chief)      heartbeats both ways; the hub forwards messages
     spoke 3 ---/
 
-The connections are given, connected and trusted: `rendezvous.form` makes them over TCP between
-the tasks of a cluster; a process that starts its own replicas makes them as socket pairs.
+The sockets are connected and authenticated: `rendezvous.form` opens them over TCP between the
+tasks of a cluster; a process that starts its own replicas passes socket pairs.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from stratagem.cluster.failure import DEPARTURES, Failure, Member, shorten
-from stratagem.cluster.heartbeat import GIVE_UP
-from stratagem.cluster.message_router import MessageRouter, RouterOutputs
-from stratagem.cluster.note_gather import HubNotes, KeyValues, NoteGather, as_sent
+from stratagem.cluster.heartbeat import GIVE_UP, STALL, Heartbeats
+from stratagem.cluster.note_gather import HubNotes, KeyValues, Note, NoteGather, as_sent
 from stratagem.cluster.star import Star
 from stratagem.errors import UsageError
 
-__all__ = ["Failure", "Member", "Membership"]
+__all__ = ["OUTSIDE", "Failure", "Member", "Membership"]
 
 log = logging.getLogger("stratagem")
 
 FLUSH = 1.0  # seconds that a report may take to leave this process
+#: the rank of a hub that is no member: `stratagem run`, which outlives every task
+OUTSIDE = -1
 
 Callback = Callable[[Failure], object]
 
@@ -43,23 +45,20 @@ class Membership:
         give_up: float = GIVE_UP,
         hub: Member | None = None,
     ) -> None:
-        """`hub`: who passes notes on in the first member's stead; its rank is OUTSIDE."""
+        """`hub`: the process that forwards messages, if it is not rank 0; its rank is OUTSIDE."""
         self.members = tuple(members)
         self.rank = rank
         self._changed = threading.Condition()
         self._trouble: Failure | None = None
         self._callbacks: list[Callback] = []
-        #: small notes for the first member alone
+        #: small notes for rank 0 alone
         self.to_hub = HubNotes(rank, self._tell)
         self._left = False
-        #: names of those who died, fell silent or came too late, with the first trouble and after
+        #: names of the members that died, fell silent or came too late, at any time
         self._gone: set[str] = set()
         self._rounds = NoteGather(self.members, self._changed)
         self.board = KeyValues(self._changed)
-        outlets = RouterOutputs(self._tell, self._hang_up, self._become, self._quiet, self._hear)
-        self._router = MessageRouter(
-            self.members, rank, hub, sockets, self._rounds, self.board, outlets, give_up
-        )
+        self._router = MessageRouter(self, hub, sockets, give_up)
         self._star = Star(sockets, self._router) if sockets else None
         if self._star is not None:
             self._star.start()
@@ -93,11 +92,11 @@ class Membership:
 
     @classmethod
     def alone(cls, member: Member | None = None) -> Membership:
-        """The only member: nobody to wait for, nobody to lose."""
+        """A membership of one process."""
         return cls([member or Member("this process", "alone")], 0, {})
 
     def exchange(self, note: Mapping[str, object], limit: float) -> list[dict[str, object]]:
-        """Return the notes of all members by rank; every member calls it, in the same order."""
+        """All-gather a note; return all notes by rank. Members call it in the same order."""
         own = as_sent(note)
         self.raise_if_trouble()
         if self._left:
@@ -108,8 +107,8 @@ class Membership:
         return self._rounds.gather(turn, limit, lambda: self._trouble)
 
     def publish(self, key: str, word: str, *, within: float = 0.0) -> None:
-        """Write a word on every member's board; each key has one writer. Waits until the kernel has
-        it, `within` so many seconds."""
+        """Write a word on every member's board; each key has one writer. With `within`, wait at
+        most so many seconds until the kernel has sent it."""
         if not self._left and self.board.keep(key, word):
             self._tell({"t": "word", "rank": self.rank, "key": key, "word": word})
             if within and self._star is not None:
@@ -117,11 +116,11 @@ class Membership:
 
     @property
     def trouble(self) -> Failure | None:
-        """The first trouble, or None; one attribute is read, for loops that spin."""
+        """The first trouble, or None; cheap enough for a loop that spins."""
         return self._trouble
 
     def await_trouble(self, seconds: float) -> Failure | None:
-        """Wait for trouble that may be on its way: the cause of an error seen elsewhere."""
+        """Wait for trouble that may explain an error seen elsewhere, such as a closed socket."""
         with self._changed:
             self._changed.wait_for(lambda: self._trouble, seconds)
         return self._trouble
@@ -138,17 +137,17 @@ class Membership:
 
     @property
     def still_here(self) -> frozenset[str]:
-        """The names of the members of whom nothing bad is known."""
+        """The names of the members that have neither failed nor left."""
         with self._changed:
             left = {self.members[rank].name for rank in self._rounds.departed()}
             return frozenset({each.name for each in self.members} - self._gone - left)
 
     def report_failure(self, detail: str) -> None:
-        """Tell everybody that this member raised; `detail` is its traceback."""
+        """Tell all members that this one raised; `detail` is its traceback."""
         self.announce(Failure(self.rank, self.members[self.rank], "failed", shorten(detail)))
 
     def announce(self, trouble: Failure) -> None:
-        """Tell everybody of a trouble learnt elsewhere, as of a worker's own replica."""
+        """Tell all members of a trouble seen elsewhere, such as the death of a worker's replica."""
         self._become(trouble)
         if self._star is not None:
             self._star.flush(FLUSH)  # the caller may be about to exit
@@ -166,9 +165,10 @@ class Membership:
             _call_back(callback, found)
 
     def leave(self, *, wait: bool = True) -> None:
-        """Say goodbye, so that nobody takes this for a death; end the thread, close everything.
+        """Say goodbye, so that no member takes the end for a death; stop the thread, close all
+        sockets.
 
-        Without `wait`: beside what comes next, since a peer that is cut off answers no goodbye.
+        Without `wait` the goodbye is sent in the background: a peer that is cut off answers none.
         """
         with self._changed:
             first, self._left = not self._left, True
@@ -178,11 +178,11 @@ class Membership:
             self._star.stop(wait=wait)
 
     def _become(self, trouble: Failure) -> None:
-        """Take the first trouble, pass it on, and call back with no lock held."""
+        """Record the first trouble, forward it, and call back with no lock held."""
         with self._changed:
             if trouble.kind in DEPARTURES:
                 self._gone.add(trouble.member.name)
-            if self._trouble is not None or self._left:
+            if self._is_over():
                 return
             self._trouble = trouble
             callbacks, self._callbacks = self._callbacks, []
@@ -195,18 +195,11 @@ class Membership:
                 self._star.call(partial(_call_back, callback, trouble))
 
     def _tell(self, note: Mapping[str, object], but: int | None = None) -> None:
-        """Send to everybody connected: the hub to its spokes, a spoke to its hub."""
+        """Send to every connected member: the hub to its spokes, a spoke to its hub."""
         if self._star is not None:
             self._star.post(note, but=but)
 
-    def _hear(self, note: Mapping[str, object]) -> None:
-        self.to_hub.give(note)  # which may be another membership's by now
-
-    def _hang_up(self, rank: int) -> None:
-        if self._star is not None:
-            self._star.drop(rank)
-
-    def _quiet(self) -> bool:
+    def _is_over(self) -> bool:
         return self._trouble is not None or self._left
 
 
@@ -215,3 +208,130 @@ def _call_back(callback: Callback, trouble: Failure) -> None:
         callback(trouble)
     except Exception:
         log.exception("a callback about %s failed", trouble.member)
+
+
+class MessageRouter:
+    """What a membership does with its messages: store, forward, name the silent members.
+
+    It is the handler of a Star: every method runs on the star's thread.
+    """
+
+    def __init__(
+        self, here: Membership, hub: Member | None, watched: Iterable[int], give_up: float
+    ) -> None:
+        self._here = here
+        self._outside = hub
+        self._is_hub = here.rank == (0 if hub is None else OUTSIDE)
+        self._give_up = give_up
+        self._heartbeat = Heartbeats(watched, time.monotonic(), give_up)
+
+    def expect(self, rank: int) -> None:
+        """Watch a process that has taken the place of a dead member."""
+        self._heartbeat.expect(rank, time.monotonic())
+
+    def alive(self, rank: int, now: float) -> None:
+        """Note a sign of life; log it if this member had been named silent."""
+        seconds = self._heartbeat.heard(rank, now)
+        if seconds is not None and not self._here._is_over():
+            self._log_silence("back", rank, round(seconds))
+
+    def heard(self, rank: int, note: Note) -> None:
+        """Act on a message; raise if it is malformed."""
+        kind = note["t"]
+        if kind == "beat":
+            return
+        about = _number(note, "rank")
+        if kind == "trouble":
+            self._here._become(Failure.from_note(note))
+        elif self._is_hub and about != rank:
+            raise ValueError(f"it spoke in the name of rank {about}")
+        elif kind == "note":
+            self._here._rounds.keep(_number(note, "turn"), about, _body(note))
+            self._forward(note, about)
+        elif kind == "word":
+            self._hear_word(about, note)
+        elif kind == "told":  # for rank 0, perhaps by way of a hub outside
+            if self._here.rank == 0:
+                self._here.to_hub.give(_body(note))
+            self._forward(note, about)
+        elif kind == "bye":
+            self._hear_bye(about)
+        elif kind in ("silent", "back") and not self._is_hub:
+            self._log_silence(str(kind), about, _number(note, "seconds"))
+        else:
+            raise ValueError(f"it sent {kind!r}, which this member does not know")
+
+    def _hear_word(self, rank: int, note: Note) -> None:
+        key, word = note["key"], note["word"]
+        if not isinstance(key, str) or not isinstance(word, str):
+            raise ValueError("it sent a word for the board that is no text")
+        self._here.board.keep(key, word)
+        self._forward(note, rank)
+
+    def _hear_bye(self, rank: int) -> None:
+        if rank == OUTSIDE:
+            self.lost(rank, "it has ended")
+            return
+        self._heartbeat.forget(rank)
+        self._here._rounds.depart(rank)
+        self._forward({"t": "bye", "rank": rank}, rank)
+        if self._here._star is not None:
+            self._here._star.drop(rank)
+
+    def _forward(self, note: Mapping[str, object], sender: int | None = None) -> None:
+        if self._is_hub:
+            self._here._tell(note, sender)
+
+    def _member(self, rank: int) -> Member:
+        return self._outside if self._outside and rank == OUTSIDE else self._here.members[rank]
+
+    def lost(self, rank: int, why: str) -> None:
+        """Take the end of a connection without a goodbye for a death."""
+        self._heartbeat.forget(rank)
+        self._here._become(Failure(rank, self._member(rank), "died", why))
+
+    def tick(self, now: float) -> None:
+        """Log who is silent; give up who has been silent too long."""
+        silences = self._heartbeat.check(now)
+        if self._heartbeat.overslept >= STALL and not self._here._is_over():
+            log.warning(
+                "%s, this process, did not run for %.0f s: stopped, swapped out, or one call kept "
+                "Python's interpreter lock",
+                self._member(self._here.rank),
+                self._heartbeat.overslept,
+            )
+        for silence in silences:
+            rank, seconds = silence.rank, round(silence.seconds)
+            if silence.over:  # also after a first trouble: the next generation may wait for it
+                why = f"nothing was heard of it for {seconds} s"
+                self._here._become(Failure(rank, self._member(rank), "stalled", why))
+            elif not self._here._is_over():
+                self._log_silence("silent", rank, seconds)
+
+    def _log_silence(self, kind: str, rank: int, seconds: int) -> None:
+        """Log that a member is silent or back, here and, from the hub, on every spoke."""
+        if rank != self._here.rank and kind == "silent":
+            log.warning(
+                "%s has not answered for %d s: stopped, swapped out, or cut off; waiting for it, "
+                "giving up in %.0f s",
+                self._member(rank),
+                seconds,
+                max(0.0, self._give_up - seconds),
+            )
+        elif rank != self._here.rank:
+            log.warning("%s answers again, after %d s", self._member(rank), seconds)
+        self._forward({"t": kind, "rank": rank, "seconds": seconds})
+
+
+def _body(note: Note) -> Note:
+    body = note["note"]
+    if not isinstance(body, dict):
+        raise ValueError("it sent a note without a body")
+    return body
+
+
+def _number(note: Mapping[str, object], key: str) -> int:
+    value = note[key]
+    if not isinstance(value, int):
+        raise ValueError(f"its {key} is no whole number")
+    return value

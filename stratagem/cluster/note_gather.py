@@ -1,4 +1,4 @@
-"""What members tell all others: words under keys, and an all-gather of notes."""
+"""Messages from one member to all: a key-value board, and an all-gather of notes."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ log = logging.getLogger("stratagem")
 Note = dict[str, object]
 OnWord = Callable[[str, str], object]
 
-_FRAME = 1024  # bytes kept free in a note for what is written around it
-_SPEAK = 5.0  # seconds until a waiting member says whom it waits for
+_FRAME = 1024  # bytes kept free in a note for its envelope
+_FIRST_LINE = 5.0  # seconds until a waiting member logs who is missing
 
 
 class KeyValues:
-    """Words that members leave for each other: a key and a text, the same on every member.
+    """A key-value store that is replicated on every member; keys and values are text.
 
-    Each key has one writer. Whoever waits for a key waits here, not at a server: every member holds
-    all of them, and a word goes out to all when it is written. `changed` is the owner's condition.
+    Each key has one writer, which sends the value to all members; to wait for a key is to wait for
+    the local copy. `changed` is the owner's condition.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -36,7 +36,7 @@ class KeyValues:
         self._callbacks: list[OnWord] = []
 
     def keep(self, key: str, word: str) -> bool:
-        """Take a word, and tell who wants to know; False if it was here already."""
+        """Store a word and call back; return False if the key already had this word."""
         with self._changed:
             if self._words.get(key) == word:
                 return False
@@ -48,7 +48,7 @@ class KeyValues:
         return True
 
     def on_word(self, callback: OnWord) -> None:
-        """Call back with every word that is here, and every new one."""
+        """Call back with every stored word, and every new one."""
         with self._changed:
             words = list(self._words.items())
             self._callbacks.append(callback)
@@ -56,17 +56,17 @@ class KeyValues:
             callback(key, word)
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of these have been written."""
+        """Whether all these keys have been written."""
         return all(key in self._words for key in keys)
 
     def read(self, key: str) -> str:
-        """Return the word under this key, which must be here."""
+        """Return the word of a key that has been written."""
         return self._words[key]
 
     def wait(
         self, keys: Iterable[str], limit: float, trouble: Callable[[], Failure | None]
     ) -> None:
-        """Wait until all of these are here; raise trouble, or TimeoutError after `limit`."""
+        """Wait until all keys are written; raise the trouble, or TimeoutError after `limit`."""
         keys = list(keys)
         until = time.monotonic() + limit
         with self._changed:
@@ -80,18 +80,18 @@ class KeyValues:
 
 
 class HubNotes:
-    """Notes for the hub alone, which it does not pass on; nobody waits for them."""
+    """Notes for the hub alone, which does not forward them; no member waits for one."""
 
     def __init__(self, rank: int, send: Callable[[Note], object]) -> None:
         self._rank, self._send = rank, send
         self._callbacks: list[Callable[[Mapping[str, object]], object]] = []
 
     def on_note(self, callback: Callable[[Mapping[str, object]], object]) -> None:
-        """On the hub: call back with every note; a ValueError says that it is nonsense."""
+        """On the hub: call back with every note; a callback raises ValueError on nonsense."""
         self._callbacks.append(callback)
 
     def give(self, note: Mapping[str, object]) -> None:
-        """Give the hub a note."""
+        """Send a note to the hub."""
         if self._rank:
             self._send({"t": "told", "rank": self._rank, "note": as_sent(note)})
             return
@@ -100,7 +100,10 @@ class HubNotes:
 
 
 class NoteGather:
-    """Notes by turn and rank; `changed` is the owner's condition, told of every arrival."""
+    """The notes of an all-gather, by turn and rank, and the members that left.
+
+    `changed` is the owner's condition; it is notified of every arrival.
+    """
 
     def __init__(self, members: Sequence[Member], changed: threading.Condition) -> None:
         self._members = members
@@ -110,38 +113,38 @@ class NoteGather:
         self._departed: set[int] = set()
 
     def begin(self) -> int:
-        """Return the number of the next turn: members agree on it by calling equally often."""
+        """Return the number of the next turn; members agree on it as they call equally often."""
         with self._changed:
             turn = self._next
             self._next += 1
         return turn
 
     def keep(self, turn: int, rank: int, note: Note) -> None:
-        """Take a member's note; it may come before this member begins that turn."""
+        """Store a member's note, which may come before this member begins that turn."""
         with self._changed:
             self._notes.setdefault(turn, {})[rank] = note
             self._changed.notify_all()
 
     def depart(self, rank: int) -> None:
-        """Expect no more notes of a member."""
+        """Expect no more notes from a member."""
         with self._changed:
             self._departed.add(rank)
             self._changed.notify_all()
 
     def departed(self) -> set[int]:
-        """The ranks of those who finished and left."""
+        """The ranks of the members that finished and left."""
         return set(self._departed)
 
     def raise_if_departed(self) -> None:
-        """Raise if anybody has left: for those who wait for everybody."""
+        """Raise if a member has left; for a caller that waits for all members."""
         if self._departed:
             with self._changed:
                 gone = [self._members[rank] for rank in sorted(self._departed)]
             raise _absent(gone)
 
     def gather(self, turn: int, limit: float, trouble: Callable[[], Failure | None]) -> list[Note]:
-        """Wait for the notes of all; raise as soon as they cannot all come."""
-        patience = Wait(limit, first=[_SPEAK])
+        """Wait for the notes of all members; raise as soon as one of them cannot come."""
+        patience = Wait(limit, first=[_FIRST_LINE])
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._decided(turn) or trouble(), patience.pause)
@@ -149,28 +152,28 @@ class NoteGather:
                     notes = self._notes.pop(turn)
                     return [notes[rank] for rank in range(len(self._members))]
                 late = [self._members[rank] for rank in self._missing(turn)]
-                gone = [self._members[rank] for rank in self._never(turn)]
+                gone = [self._members[rank] for rank in self._lost(turn)]
             found = trouble()
             if found is not None:
                 raise found.error()
-            _speak(late, gone, patience)
+            _log_missing(late, gone, patience)
 
     def _missing(self, turn: int) -> list[int]:
         here = self._notes.get(turn, {})
         return [rank for rank in range(len(self._members)) if rank not in here]
 
-    def _never(self, turn: int) -> list[int]:
-        """Ranks whose note cannot come: they left, or rank 0, who passes notes on, has."""
+    def _lost(self, turn: int) -> list[int]:
+        """The ranks whose note cannot come: they left, or rank 0, which forwards notes, did."""
         missing = self._missing(turn)
         gone = [rank for rank in missing if rank in self._departed]
         return gone or ([0] if missing and 0 in self._departed else [])
 
     def _decided(self, turn: int) -> bool:
-        return not self._missing(turn) or bool(self._never(turn))
+        return not self._missing(turn) or bool(self._lost(turn))
 
 
-def _speak(late: Sequence[Member], gone: Sequence[Member], patience: Wait) -> None:
-    """Say who is missing, when it is time; raise when there is no point in waiting."""
+def _log_missing(late: Sequence[Member], gone: Sequence[Member], patience: Wait) -> None:
+    """Log now and then who is missing; raise when there is no point in waiting."""
     if gone:
         raise _absent(gone)
     names = listing([str(member) for member in late])
@@ -194,7 +197,7 @@ def _absent(gone: Sequence[Member]) -> ReplicaLost:
 
 
 def as_sent(note: Mapping[str, object]) -> Note:
-    """Return a note as its receivers will see it, so that all members see the same."""
+    """Return a note as JSON gives it to its receivers, so that the sender sees the same."""
     text = json.dumps(note)
     if len(text) > NOTE_LIMIT - _FRAME:
         raise UsageError(

@@ -20,8 +20,7 @@ from stratagem.cluster.handshake import (
     send_note,
 )
 from stratagem.cluster.heartbeat import GIVE_UP, STALL
-from stratagem.cluster.membership import Membership
-from stratagem.cluster.message_router import OUTSIDE
+from stratagem.cluster.membership import OUTSIDE, Membership
 from stratagem.cluster.sockets import connect, listen
 from stratagem.cluster.spec import ClusterSpec, Task
 from stratagem.cluster.waiting import FIRST, Wait, missing_error, reach, say_missing

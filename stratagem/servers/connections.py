@@ -1,10 +1,10 @@
 """A worker's connections: lines to the servers by shard, and one for its heartbeat.
 
-The coordinator has shard 0. Questions are answered in turn on each line. Where servers hold each
-other's shards there are several lines to a shard: what changes it is sent over all of them, and
-what is asked of it over the first. A line that ends is forgotten as long as another is left. What
-the coordinator says unasked ("news": the newest version) comes between answers and is kept. When a
-connection ends, the heartbeat may know better why.
+The coordinator has shard 0. On each line, requests are answered in turn. Where servers hold each
+other's shards there are several lines to a shard: changes are sent over all of them, questions
+over the first. A line that ends is dropped if another to its shard is left. Between answers the
+coordinator sends "news", the newest version, unasked. When a connection ends, the heartbeat may
+know the cause.
 """
 
 from __future__ import annotations
@@ -29,10 +29,15 @@ from stratagem.wire.segment import host_identity
 from stratagem.wire.tcp import TRY, Connection, Frame, connect_all
 from stratagem.wire.tree import TREE_LIMIT, decode
 
+log = logging.getLogger("stratagem")
+
+#: environment variable; "0" sends tensors over sockets, even on one machine
+SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
+
 
 @dataclass(frozen=True)
 class Address:
-    """Where the servers are, and what proves that one belongs to their job."""
+    """The addresses of the servers, and the secret of their job."""
 
     servers: tuple[str, ...]
     secret: bytes
@@ -47,38 +52,38 @@ class Line:
 
     server: int
     connection: Connection
-    #: the generation of servers in which it was made: one that came back later is another process
+    #: the generation of servers in which it was made; a server that came back is another process
     made_in: int = 0
 
 
 class LineLost(Exception):
-    """A server is gone; another one that holds the shard is asked from now on."""
+    """A server is gone; from now on another holder of the shard is asked."""
 
 
 class ShardLines:
-    """Requests to the holders of shards, and their answers."""
+    """The lines to the holders of each shard: requests and their answers."""
 
     address: Address
     heartbeat: TaskHeartbeat
-    #: the newest version that the coordinator has told of
+    #: the newest version, as far as the coordinator has told
     news: int
-    #: whether somebody has been told here, by an error, that the job cannot go on
+    #: whether an error of the job has been raised to a caller
     fell: bool
     _lines: list[list[Line]]
-    #: servers that were not reached any more
+    #: servers that could not be reached since the last `take_lost`
     _lost: set[int]
     _hello: Mapping[str, Any]
 
     def _check(self) -> None:
-        """Raise what has ended the job, if anything has."""
+        """Raise the error that has ended the job, if there is one."""
         raise NotImplementedError
 
     def _why(self, i: int) -> ReplicaError:
-        """Why the last line to a shard has ended."""
+        """Return why the last line to a shard has ended."""
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """How many servers there are."""
+        """Return the number of shards."""
         return len(self._lines)
 
     def call(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> Frame:
@@ -95,7 +100,7 @@ class ShardLines:
             continue
 
     def _write(self, i: int, line: Line, header: Mapping[str, Any], body: Sequence[Tensor]) -> bool:
-        """Send over one line; False if the line is lost but another holder is left."""
+        """Send over one line; return False if it is lost but another holder is left."""
         self._check()
         try:
             line.connection.send(header, body)
@@ -105,7 +110,7 @@ class ShardLines:
         return True
 
     def receive(self, i: int) -> Frame:
-        """Wait for the answer to what was written last; LineLost: write it again."""
+        """Wait for the answer to the last request; on LineLost the caller writes it again."""
         return self._receive(i, self._lines[i][0])
 
     def _receive(self, i: int, line: Line) -> Frame:
@@ -126,7 +131,7 @@ class ShardLines:
             return frame
 
     def read_into(self, i: int, into: Sequence[Tensor], *, more: bool = False) -> None:
-        """Read the body of the last answer, or a part of it."""
+        """Read the body of the last answer, or the next part of it with `more`."""
         line = self._lines[i][0]
         try:
             line.connection.read_into(into, more=more)
@@ -134,7 +139,7 @@ class ShardLines:
             raise self._forget(i, line) from problem
 
     def tree(self, frame: Frame, i: int = 0) -> Any:
-        """Return the tree that a server has sent with an answer; None if nothing."""
+        """Return the tree in the body of an answer; None if it has no body."""
         try:
             return decode(self._lines[i][0].connection.read(TREE_LIMIT)) if frame.size else None
         except OSError as problem:
@@ -143,13 +148,13 @@ class ShardLines:
     # --- several holders of a shard -------------------------------------------------------------
 
     def of(self, i: int) -> list[Line]:
-        """Return all lines to a shard, the one for questions first."""
+        """Return all lines to a shard; the first one is for questions."""
         return list(self._lines[i])
 
     def write_to(
         self, i: int, lines: Sequence[Line], header: Mapping[str, Any], body: Sequence[Tensor] = ()
     ) -> list[tuple[int, Line]]:
-        """Send over these lines; return the lines whose empty answer must be waited for."""
+        """Send over these lines; return those whose empty answer must be waited for."""
         return [(i, line) for line in lines if self._write(i, line, header, body)]
 
     def finish(self, i: int, line: Line) -> None:
@@ -160,12 +165,12 @@ class ShardLines:
             return
 
     def call_all(self, i: int, header: Mapping[str, Any], body: Sequence[Tensor] = ()) -> None:
-        """Send all holders of a shard a request whose answer is empty."""
+        """Send a request to all holders of a shard, and wait for their empty answers."""
         for sent in self.write_to(i, self.of(i), header, body):
             self.finish(*sent)
 
     def stream(self, i: int, line: Line, header: dict[str, Any], size: int, parts: Any) -> None:
-        """Send a body whose parts come one by one; the answer is empty."""
+        """Send a body part by part, and wait for the empty answer."""
         try:
             line.connection.stream(header, size, parts)
         except OSError as problem:
@@ -175,15 +180,15 @@ class ShardLines:
 
     @contextmanager
     def _do_without(self, i: int, line: Line, problem: OSError | None) -> Iterator[None]:
-        """Go on in the block if another line to the shard is left; raise otherwise."""
+        """Run the block if another line to the shard is left; raise otherwise."""
         error = self._forget(i, line)
         if not isinstance(error, LineLost):
             raise error from problem
         yield
 
     def _forget(self, i: int, line: Line) -> Exception:
-        """Forget a line that has ended; raise LineLost if another server holds the shard, else why
-        the job ends."""
+        """Drop a line that has ended; return LineLost if another server holds the shard, else the
+        error that ends the job."""
         line.connection.close()
         if self.heartbeat.trouble is None and any(other is not line for other in self._lines[i]):
             self._lines[i] = [other for other in self._lines[i] if other is not line]
@@ -199,9 +204,9 @@ class ShardLines:
     def renew(
         self, table: Sequence[Sequence[int]], since: Sequence[int], generation: int
     ) -> list[tuple[int, Line]]:
-        """Have a line to every server that holds a shard, and to no other; the new ones.
+        """Connect to every holder of each shard, close all other lines, and return the new ones.
 
-        A line that was made before its server came back leads to a process that is dead.
+        A line that was made before its server came back leads to a dead process.
         """
         new = []
         for i, servers in enumerate(table):
@@ -221,7 +226,7 @@ class ShardLines:
         return new
 
     def _reach(self, shard: int, server: int, generation: int) -> Line | None:
-        """Connect to a server that holds another's shard; None if the server is gone."""
+        """Connect to a server that holds another's shard; return None if it is gone."""
         task = self.address.members()[server]
         hello = {"hello": "copy", "shard": shard, **self._hello}
         try:
@@ -234,14 +239,8 @@ class ShardLines:
         return Line(server, found, generation)
 
 
-#: "0" has tensors travel over sockets on one machine, too
-SHARED_MEMORY = "STRATAGEM_SHARED_MEMORY"
-
-log = logging.getLogger("stratagem")
-
-
 class Connections(ShardLines):
-    """The lines of one worker, its heartbeat, and a line for questions about statistics."""
+    """The lines of one worker, its heartbeat, and a connection to ask for statistics."""
 
     def __init__(
         self,
@@ -250,13 +249,13 @@ class Connections(ShardLines):
         patience: Patience,
         watch: Callable[[], None],
     ) -> None:
-        """`me` is how the worker introduces itself; `watch` is called while servers do not answer
-        yet, and may raise."""
+        """`me` is the worker's first message; `watch` is called while servers do not answer yet,
+        and may raise."""
         self.address = address
         self._name = str(me["name"])
-        #: the newest version that the coordinator has told of
+        #: the newest version, as far as the coordinator has told
         self.news = 0
-        #: whether somebody has been told here, by an error, that the job cannot go on
+        #: whether an error of the job has been raised to a caller
         self.fell = False
         #: whether the training goes back to a checkpoint where a server is lost
         self.resumes = False
@@ -275,7 +274,7 @@ class Connections(ShardLines):
             beats = self._call_on_coordinator({"hello": "heartbeat", **hello}, watch)
             self.heartbeat = TaskHeartbeat(beats, patience.answer, self._cut_off)
             self._visit = self._call_on_coordinator({"hello": "visitor", "name": self._name})
-            #: whether every server can map this process' memory
+            #: whether every server can map this process's memory
             self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and hosts == {host_identity()}
         except BaseException:
             self.hang_up()
@@ -284,7 +283,7 @@ class Connections(ShardLines):
     # --- talking ------------------------------------------------------------------------------
 
     def listen(self) -> None:
-        """Read what the coordinator has said unasked."""
+        """Read the news that the coordinator has sent."""
         coordinator = self._lines[0][0].connection
         while coordinator.readable():
             try:
@@ -297,9 +296,9 @@ class Connections(ShardLines):
         self._check()
 
     def stats(self) -> Stats | None:
-        """Return the coordinator's statistics; any thread may ask at any time.
+        """Return the coordinator's statistics; any thread may call at any time.
 
-        The connection is made at the start: a new one might queue behind others.
+        They have their own connection, made at the start: a new one might queue behind others.
         """
         assert self._visit is not None
         with self._asking:
@@ -323,7 +322,7 @@ class Connections(ShardLines):
     # --- the end ------------------------------------------------------------------------------
 
     def close(self, *, goodbye: bool) -> None:
-        """Say goodbye to every server, the coordinator last."""
+        """Close all connections, after a goodbye to every server, the coordinator last."""
         for i in reversed(range(len(self) if goodbye else 0)):
             for line in reversed(self.of(i)):
                 try:
@@ -331,7 +330,7 @@ class Connections(ShardLines):
                     self._receive(i, line)
                 except (OSError, StratagemError, LineLost):
                     continue  # it has gone first
-        self.heartbeat.stop()
+        self.heartbeat.leave()
         self.hang_up()
 
     def hang_up(self) -> None:
@@ -342,16 +341,16 @@ class Connections(ShardLines):
             self._visit.close()
 
     def _cut_off(self, trouble: ReplicaError) -> None:
-        """Say that the job cannot go on, and wake every thread that waits for a server."""
+        """Log that the job cannot go on, and wake every thread that waits for a server."""
         knows = isinstance(trouble, ReplicaFailed) and trouble.who == self._name
         if not (knows or (self.resumes and is_server_lost(trouble))):
             log.warning("%s", headline(trouble))
         self.hang_up()
 
     def interrupt(self, error: BaseException) -> None:
-        """From another thread: end every wait here with this error."""
+        """End every wait for a server with this error, from another thread."""
         if isinstance(error, ReplicaError):
-            self.heartbeat.fall(error)
+            self.heartbeat.fail(error)
         else:
             self.hang_up()
 
@@ -363,6 +362,6 @@ class Connections(ShardLines):
     # --- several holders of a shard -------------------------------------------------------------
 
     def _why(self, i: int) -> ReplicaError:
-        """Return why a connection ended; the heartbeat may know better than the connection."""
+        """Return why a connection ended; the heartbeat may know the cause."""
         self.fell = True
-        return self.heartbeat.explain() or server_lost(f"ps {i}")
+        return self.heartbeat.await_trouble() or server_lost(f"ps {i}")

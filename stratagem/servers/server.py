@@ -1,7 +1,7 @@
-"""A ps task: keeps one shard of the parameters and serves the workers until the job ends.
+"""A ps task: holds one shard of the parameters and serves the workers until the job ends.
 
-The first server is the coordinator, too. Each connection has a thread of its own, and says first
-what it is: a worker at work, the heartbeat of a task, or the coordinator with orders.
+The first server is the coordinator, too. Each connection has its own thread, and its first message
+says what it is for: a worker's requests, a task's heartbeat, the coordinator's orders.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from stratagem.wire.tree import TREE_LIMIT
 
 log = logging.getLogger("stratagem")
 
-LINGER = 10.0  # seconds that the others may take to leave after a failure
-_LEAVES = 2.0  # seconds until threads have noticed that their connections are closed
+LINGER = 10.0  # seconds that workers may take to leave after a failure
+_LEAVES = 2.0  # seconds that threads may take to notice that their connections are closed
 
 
 @dataclass
@@ -68,13 +68,13 @@ class Server:
     secret: bytes
     patience: Patience = field(default_factory=Patience)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    #: processors for an update that all wait for; None: torch's threads are left as they are
+    #: processors for an update that all workers wait for; None leaves torch's threads as they are
     cores: int | None = None
 
     def __post_init__(self) -> None:
         self.name = f"ps {self.index}"
         self.shard = Shard(self.index, self.device, self.cores)
-        #: by number: its own, and those that it holds for others
+        #: by number: its own shard, and those that it holds for other servers
         self.shards = HeldHere(self.shard, self.secret, self.patience.arrive, self.cores)
         self.coordinator: Coordinator | None = None
         self.failure: ReplicaError | None = None
@@ -82,28 +82,28 @@ class Server:
         self._heartbeat: TaskHeartbeat | None = None
         self.peers = Peers(self.patience.answer)
         self._ending: float | None = None
-        self._fell = threading.Event()
-        self._chief_came = self.returning = False  # returning: the job goes to a checkpoint
+        self._failed = threading.Event()
+        self._chief_came = self.returning = False  # returning: the job goes back to a checkpoint
         self._turns = SendQueue()
         self._lock = threading.Lock()
-        #: how late somebody was when that was last said
-        self._named = 0.0
+        #: seconds by which a worker was late when that was last logged
+        self._logged_late = 0.0
         self._figures = ServerFigures(self.name)
-        #: called now and then from when the chief has come; from now on servers end with it
+        #: called now and then once the chief has come: from now on servers end with the job
         self.on_chief: Callable[[], None] = lambda: None
 
     # --- the job ------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Serve until the chief says that the job is done; raise why it cannot go on."""
+        """Serve until the chief says that the job is done; raise the error that ends it early."""
         listener = Listener(self.addresses[self.index], self.secret, self.name, self._welcome)
         try:
-            self._meet_the_others()
-            self._stay()
+            self._connect()
+            self._wait_for_end()
         finally:
             listener.close()
             if self._heartbeat is not None:
-                self._heartbeat.stop()
+                self._heartbeat.leave()
             for peer in self.peers.present():
                 if peer.server >= 0 and self.failure is None:
                     peer.tell({"over": 1})
@@ -122,8 +122,8 @@ class Server:
         if self.failure is not None:
             raise self.failure
 
-    def _meet_the_others(self) -> None:
-        """Connect: the coordinator to the other servers for orders, they to it for heartbeats."""
+    def _connect(self) -> None:
+        """Connect: the coordinator to the other servers, for orders; they to it, for heartbeats."""
         limit = self.patience.arrive
         if self.index == 0:
             holders, peers = Holders(self.addresses, self.secret, limit), self.peers
@@ -139,7 +139,7 @@ class Server:
         self._heartbeat = TaskHeartbeat(beats, self.patience.answer, self._fail)
         self._heartbeat.on_over = self._end
 
-    def _stay(self) -> None:
+    def _wait_for_end(self) -> None:
         waiting = Wait(self.patience.arrive, FIRST)
         while not self._over():
             time.sleep(BEAT / 2)
@@ -149,8 +149,8 @@ class Server:
             else:
                 self._await_chief(waiting)
             if self.coordinator is not None and self._ending is None:
-                self.peers.look(self._give_up)
-                self._look_at_work(self.coordinator)
+                self.peers.check_silence(self._give_up)
+                self._check_lateness(self.coordinator)
 
     def _await_chief(self, waiting: Wait) -> None:
         text = (
@@ -174,51 +174,51 @@ class Server:
         return not left or time.monotonic() > self._ending + linger
 
     def _end(self) -> None:
-        """End the job well, also where the chief has not come back to this server."""
+        """End the job without an error, even if the chief has not come back to this server."""
         with self._lock:
             self._ending = self._ending or time.monotonic()
 
     def _fail(self, failure: ReplicaError) -> None:
-        """Tell all peers why the job cannot go on, and end."""
+        """End the job with an error, and tell it to all peers."""
         with self._lock:
             if self._ending is not None:
                 return
             self._ending = time.monotonic()
         self.failure = failure
         self.shards.fail(failure)
-        self._fell.set()
+        self._failed.set()
         if not goes_back(self.shard.plan, failure, returning=self.returning):
             log.warning("%s", headline(failure))
         if self._heartbeat is not None:
-            self._heartbeat.last_words(failure)
+            self._heartbeat.announce(failure)
         if self.coordinator is not None:
             self.coordinator.failure = failure
             self.peers.tell(error_note(failure))
             assert self._takeover is not None
-            self._takeover.holders.close()  # wakes a thread that waits for one, lock in hand
+            self._takeover.holders.close()  # wakes a thread that waits for one and holds the lock
             self.coordinator.fail(failure)
 
     # --- peers --------------------------------------------------------------------------------
 
     def _welcome(self, connection: Connection) -> None:
-        """In a thread of its own: read who the peer is, then serve it until it goes."""
+        """Serve one connection until it ends, in its own thread; the first message says whose."""
         try:
             frame = connection.receive()
         except OSError as problem:
             log.info("%s has hung up: %s", connection.peer, problem)
             return
-        if frame is None or self._ending is not None:  # who comes now wants the next server here
+        if frame is None or self._ending is not None:  # a new peer waits for the next server here
             connection.close()
             return
         peer = Peer.of(connection, frame.header, self.index)
         serve = {
-            "worker": self._work,
-            "heartbeat": self._beat,
-            "coordinator": self._follow,
+            "worker": self._serve_worker,
+            "heartbeat": self._serve_heartbeat,
+            "coordinator": self._obey,
             "visitor": self._answer,
             "copy": self._answer,
             "source": self._receive_copy,
-            "evaluator": self._let_watch,
+            "evaluator": self._serve_evaluator,
         }.get(peer.role)
         if serve is None:
             raise UsageError(f"{connection.peer} says that it is a {peer.role!r}")
@@ -228,18 +228,18 @@ class Server:
         self.returning = self.returning or (peer.chief and peer.returns)
         try:
             if frame.header.get("greets"):
-                connection.send({"welcome": host_identity()})  # before anything else is told
+                connection.send({"welcome": host_identity()})  # before any note to all peers
             self.peers.add(peer)
             serve(peer)
         except OSError as problem:
             log.info("%s has hung up: %s", peer.name, problem)
-        except Exception:  # a mistake of ours: nobody may wait for what will not come
+        except Exception:  # a defect here must not leave a peer waiting
             self._fail(failed(self.name, traceback.format_exc()))
         finally:
             self.peers.remove(peer)
 
     def _answer(self, peer: Peer) -> None:
-        """Answer requests one by one."""
+        """Answer a peer's requests in turn until it leaves."""
         connection = peer.connection
         parts: dict[str, Any] = {"shard": self.shards.of(peer.shard)}
         if self.coordinator is not None:
@@ -248,23 +248,23 @@ class Server:
             try:
                 header, body = answer(parts, peer, frame)
             except StratagemError as error:
-                connection.skip(TREE_LIMIT)  # what came with a request that is refused
+                connection.skip(TREE_LIMIT)  # the body of the refused request
                 header, body = error_note(error), ()
             plan = self.shard.plan
             self._turns.at_once = 1 if plan is None else plan.at_once
             connection.send_in_turn(self._turns, header, body)
 
-    def _work(self, peer: Peer) -> None:
-        """Answer a worker's requests, until it goes."""
+    def _serve_worker(self, peer: Peer) -> None:
+        """Answer a worker's requests until it leaves or is lost."""
         why = "its connection closed without a goodbye"
         try:
             self._answer(peer)
         except OSError as problem:
             why = str(problem)
-        self._gone(peer, why)
+        self._remove_worker(peer, why)
 
-    def _gone(self, peer: Peer, why: str) -> None:
-        """Take out a worker whose connection has ended, or ought to have."""
+    def _remove_worker(self, peer: Peer, why: str) -> None:
+        """Take out a worker whose connection has ended or is about to be closed."""
         coordinator = self.coordinator
         if coordinator is not None and peer.participant is not None:
             coordinator.leave(peer.participant, dead=not peer.said_bye)
@@ -278,25 +278,26 @@ class Server:
         elif peer.chief and peer.returns and self.shard.plan is None:
             self._chief_came = False  # a server that it needs was not back yet; it tries again
         elif peer.chief:
-            # It may have noticed before us that another has gone; the coordinator asks first.
-            self._fell.wait(KNOWS_BETTER * (0.5 if coordinator is not None else 1.0))
+            # The chief may have seen another task end before this server did: wait for that cause.
+            # The coordinator waits for half as long, so that its verdict comes first.
+            self._failed.wait(KNOWS_BETTER * (0.5 if coordinator is not None else 1.0))
             self._fail(chief_lost(peer.name, why))
         elif coordinator is not None and self._ending is None and not peer.dismissed:
             peer.dismissed = True
             self.peers.say(f"{peer.name} is gone ({why}); the others go on without it")
 
-    def _let_watch(self, peer: Peer) -> None:
-        """Keep the evaluator's connection until the job is over; its end says so."""
+    def _serve_evaluator(self, peer: Peer) -> None:
+        """Keep the evaluator's connection open until the job is over; closing it says so."""
         while peer.connection.receive() is not None:
             continue
 
-    def _follow(self, peer: Peer) -> None:
-        """Carry out the coordinator's orders for one shard."""
+    def _obey(self, peer: Peer) -> None:
+        """Execute the coordinator's orders for one shard."""
         shard = self.shards.of(peer.shard)
         try:
             while (frame := peer.connection.receive()) is not None:
                 if "order" not in frame.header:
-                    self._hand_on(peer.shard, frame.header)
+                    self._copy_shard(peer.shard, frame.header)
                     continue
                 order = frame.header["order"]
                 value = shard.obey(order)
@@ -307,25 +308,25 @@ class Server:
         except OSError as problem:
             log.info("the coordinator does not command any more: %s", problem)
         if self._ending is None and self._heartbeat is not None:
-            self._fail(self._heartbeat.explain() or server_lost("ps 0"))
+            self._fail(self._heartbeat.await_trouble() or server_lost("ps 0"))
 
-    def _hand_on(self, shard: int, told: Mapping[str, Any]) -> None:
-        """Between two orders: send a copy of a shard to a server, or wait for one."""
-        if "copy" in told:
-            self.shards.send_copy(shard, str(told["copy"]))
+    def _copy_shard(self, shard: int, header: Mapping[str, Any]) -> None:
+        """Between two orders: send a copy of a shard to another server, or wait for one."""
+        if "copy" in header:
+            self.shards.send_copy(shard, str(header["copy"]))
         else:
             self.shards.await_copy(shard, lambda: self._ending is not None)
             if self._heartbeat is not None:
                 self._heartbeat.tell({"holds": shard})
 
     def _receive_copy(self, peer: Peer) -> None:
-        """Take another holder's copy of a shard."""
+        """Receive another holder's copy of a shard."""
         self.shards.receive_copy(peer.shard, peer.connection)
 
     # --- heartbeats ---------------------------------------------------------------------------
 
-    def _beat(self, peer: Peer) -> None:
-        """Serve a task's heartbeat, until the task goes."""
+    def _serve_heartbeat(self, peer: Peer) -> None:
+        """Serve a task's heartbeat until the task leaves or is lost."""
         self.peers.listen_to(peer)
         if peer.server >= 0 and self._takeover is not None:
             self._takeover.heartbeat(peer.server)
@@ -334,12 +335,12 @@ class Server:
                 return
             if "holds" in note and self._takeover is not None:
                 self._takeover.is_ready(peer.server, int(note["holds"]))
-            words = error_of(note["dying"]) if "dying" in note else None
-            if isinstance(words, ReplicaError) and not peer.dismissed:
-                self._fail(words)  # at once: others will only see that it hangs up
+            error = error_of(note["dying"]) if "dying" in note else None
+            if isinstance(error, ReplicaError) and not peer.dismissed:
+                self._fail(error)  # at once: other tasks only see that its connections close
             if isinstance(figures := note.get("figures"), dict):
                 self.peers.tell({"figures": figures}, chief=True)
-        peer.silent = False  # it is dead, or was dismissed
+        peer.silent = False  # dead or dismissed
         if self._ending is not None:
             return
         if peer.worker < 0:
@@ -347,11 +348,11 @@ class Server:
                 self._takeover.lose(peer.server)
             return
         for other in self.peers.present("worker", peer.token):
-            self._gone(other, "its process has ended")
+            self._remove_worker(other, "its process has ended")
             other.hang_up()
 
-    def _look_at_work(self, coordinator: Coordinator) -> None:
-        """Name live workers that keep others waiting; give up those that do so too long."""
+    def _check_lateness(self, coordinator: Coordinator) -> None:
+        """Log which workers keep the others waiting; give up those that do so too long."""
         limit, late = self.patience.step, coordinator.held_up()
         for participant, seconds in late:
             if seconds >= limit:
@@ -359,15 +360,15 @@ class Server:
                     self._give_up(heartbeat, f"has kept the others waiting for {seconds:.0f} s")
         longest = max((seconds for _, seconds in late), default=0.0)
         if longest < min(lateness.FIRST, limit / 2):
-            self._named = 0.0
-        elif longest >= self._named + lateness.AGAIN or not self._named:
-            self._named = longest
+            self._logged_late = 0.0
+        elif longest >= self._logged_late + lateness.AGAIN or not self._logged_late:
+            self._logged_late = longest
             names = ", ".join(participant.name for participant, _ in late)
             self.peers.say(lateness.late_line(names, longest))
 
     def _give_up(self, heartbeat: Peer, what: str) -> None:
         text = f"{heartbeat.name} {what} and is given up"
-        # One that wakes again may still write into memory that it shares.
+        # A server that wakes up again may still write into memory that it shares.
         takeover = None if shares_memory(self.shard) else self._takeover
         if takeover is not None and takeover.can_lose(heartbeat.server):
             takeover.lose(heartbeat.server)

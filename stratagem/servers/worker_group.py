@@ -307,7 +307,7 @@ class WorkerGroup:
     def _end(self) -> None:
         worker, self.worker = self.worker, None
         if worker is not None and self.cluster is not None:
-            worker.lines.heartbeat.mute()
+            worker.lines.heartbeat.leave(wait=False)
         if self._children is not None:
             self._children.end()
         self._servers.end()
@@ -335,7 +335,7 @@ class WorkerGroup:
 
 def _let_go(worker: Client) -> None:
     """End the servers of a strategy that was dropped without `close`, silently."""
-    worker.lines.heartbeat.mute()
+    worker.lines.heartbeat.leave(wait=False)
     worker.lines.hang_up()
 
 
@@ -353,7 +353,7 @@ def _blamed(
 def _part(worker: Client, why: BaseException) -> None:
     """Leave the remaining servers, which serve anew; the model is the user's own."""
     assert isinstance(why, ReplicaError)
-    worker.lines.heartbeat.last_words(why)  # it may be known here alone
+    worker.lines.heartbeat.announce(why)  # it may be known here alone
     worker.fall()
     worker.close(goodbye=False)
 

@@ -55,7 +55,7 @@ class LocalMembership(Membership):
         """Put another process in the place of one that died."""
         assert self._star is not None
         self.members = (*self.members[:rank], member, *self.members[rank + 1 :])
-        self._star.call(partial(self._router.expect, rank, member))
+        self._star.call(partial(self._router.expect, rank))
         self._star.add(rank, one.member)
         self.watch(rank, one)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of silence and patience, on a clock made of numbers."""
+"""The arithmetic of heartbeats and of waiting, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_only_a_silence_that_was_named_ends_aloud() -> None:
 
 @given(st.floats(0, BEAT), st.floats(0, BEAT))
 def test_a_cut_is_named_within_three_seconds(before: float, look: float) -> None:
-    """However long `before` the cut the last beat came, and whenever the first look after it is."""
+    """For every time of the last beat `before` the cut and of the first check after it."""
     heartbeat = Heartbeats([1], now=-before)
     named = next(tick for tick in range(20) if heartbeat.check(look + tick * BEAT))
     assert 1.5 < look + named * BEAT < 3.0
@@ -61,7 +61,7 @@ def test_who_slept_blames_nobody(slept: float, before: float) -> None:
         assert heartbeat.check(float(tick)) == []
     woken = int(before) + slept
     assert heartbeat.check(woken) == [] and heartbeat.overslept == woken - int(before)
-    # But the dead do not come to life by our sleep.
+    # A silence that goes on afterwards is named.
     later = [silence for tick in range(1, 5) for silence in heartbeat.check(woken + tick)]
     assert {silence.rank for silence in later} == {1, 2}
 

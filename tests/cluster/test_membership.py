@@ -1,4 +1,4 @@
-"""Members find each other, agree on notes, and all name the one that fails: real processes."""
+"""Members, as real processes, find each other, exchange notes, and all name the one that fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start members; whatever a test does, none of them outlives it."""
+    """Start members, which are ended with the test."""
     running: list[Process] = []
 
     def begin(how: dict[str, object], fds: tuple[int, ...] = ()) -> Process:
@@ -56,7 +56,7 @@ def cluster(count: int) -> dict[str, list[str]]:
 
 
 def tcp(start: Start, count: int, **more: object) -> list[Process]:
-    """Workers that formed over loopback TCP."""
+    """Start workers that meet over loopback TCP."""
     spec = cluster(count)
     found = [start({"cluster": spec, "task": ["worker", r], **more}) for r in range(count)]
     for process in found:
@@ -65,7 +65,7 @@ def tcp(start: Start, count: int, **more: object) -> list[Process]:
 
 
 def pairs(start: Start, count: int, **more: object) -> list[Process]:
-    """Replicas over socket pairs, as a process makes them for its own replicas."""
+    """Start replicas over socket pairs, as a process does for its own replicas."""
     members = [[f"replica {r}", f"cpu:{r}"] for r in range(count)]
     ends = {r: socket.socketpair() for r in range(1, count)}
     mine = {r: ends[r][0].fileno() for r in ends}
@@ -149,7 +149,7 @@ def test_a_stopped_member_is_named_and_named_again_when_it_wakes(
     for survivor in survivors:
         seen, line = survivor.logged("answers again", 20, since=woken)
         assert name in line
-    # It blames nobody for its own sleep, and work goes on.
+    # The one that was stopped names no other member, and the job goes on.
     group[stopped].logged("did not run for", 20)
     for process in group:
         process.say('exchange {"note": {}}')
@@ -182,7 +182,7 @@ def test_a_failure_is_told_to_all_with_its_traceback(gather: Gather) -> None:
         _, told = process.expect('"trouble"', 20)
         assert (told["rank"], told["kind"]) == (1, "failed")
         assert "ZeroDivisionError: by zero" in str(told["text"])
-    # What follows from it is not a second trouble.
+    # The death that follows from it is not a second trouble.
     group[1].signal(signal.SIGKILL)
     time.sleep(0.7)
     for process in (group[0], group[2]):
@@ -220,7 +220,7 @@ def test_leaving_is_no_trouble_and_leaves_nothing(gather: Gather, order: tuple[i
         assert group[rank].ends() == 0
     for process in group:
         assert not any('"trouble"' in line for _, line in process.out)
-        unless_late(not process.err, process.err)  # that it did not run for a while, say
+        unless_late(not process.err, process.err)  # such as that it did not run
 
 
 def test_who_left_is_not_waited_for(gather: Gather) -> None:
@@ -423,7 +423,7 @@ def test_a_lone_process() -> None:
 
 
 def two() -> tuple[Membership, Membership]:
-    """Two members in this process."""
+    """Make two members in this process."""
     members = [Member("replica 0", "cpu:0"), Member("replica 1", "cpu:1")]
     ours, theirs = socket.socketpair()
     return Membership.hub(members, {1: ours}), Membership.spoke(members, 1, theirs)

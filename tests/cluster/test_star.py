@@ -1,4 +1,4 @@
-"""A Star loses no note, never blocks, and leaves nothing behind."""
+"""The thread of a star loses no message, never blocks, and closes what it opened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Diary:
             self.changed.notify_all()
 
     def read(self, count: int) -> list[tuple[object, ...]]:
-        """Return the first records, once there are enough."""
+        """Wait for so many calls, and return them."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.pages) >= count, 20), self.pages
             return self.pages[:count]
@@ -80,7 +80,7 @@ def test_a_peer_that_does_not_read_blocks_nobody(ends: Ends) -> None:
     while got < 8 * 500_000:
         got += len(reading.recv(1 << 20))
     began = time.monotonic()
-    star.flush(0.2)  # rank 1 never reads
+    star.flush(0.2)  # rank 1 never takes its share
     star.stop()
     in_time(time.monotonic() - began, 2.5)
     reading.close()
@@ -143,8 +143,8 @@ def test_flush_and_stop_return_at_once_when_there_is_nothing_to_wait_for(ends: E
 def test_nobody_waits_for_an_answer_on_what_was_closed_meanwhile(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that ends its followers closes their sockets, maybe before the thread notices their
-    end, which it then never does: survivors of a kill lost 1.0 to 1.5 s now and then."""
+    """A process that ends its followers may close their sockets before the thread has seen an end,
+    which it then never sees. Waiting for it cost survivors of a kill 1.0 to 1.5 s."""
     monkeypatch.setattr("stratagem.cluster.star.LINGER", 8.0)
     ours, theirs = ends
     star = Star({1: ours}, Diary())

@@ -1,4 +1,4 @@
-"""Clusters that are hurt on purpose, and models whose weights tell how often each row counted."""
+"""Faults for local clusters, and a model whose weights count how often each row was applied."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 def by_one(params: Any) -> torch.optim.Optimizer:
-    """With batches of BATCH rows, a step of one for each of them."""
+    """SGD whose step lowers by one the weight of each row in a batch of BATCH rows."""
     return torch.optim.SGD(params, lr=float(BATCH))
 
 
@@ -52,7 +52,7 @@ def count(
     clip_norm: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Train; how often each row counted."""
+    """Train, and return how often each row was applied."""
     rows = torch.arange(ROWS)
     with strategy.scope():
         model = sg.Model(Counter(pause=pause))
@@ -62,7 +62,7 @@ def count(
 
 
 def local(workers: int = 3, ps: int = 2, **options: Any) -> sg.ParameterServerStrategy:
-    """A local cluster; the counter's rows lie on all servers."""
+    """Make a local cluster whose servers all hold rows of the counter."""
     options.setdefault("partitioner", sg.FixedShards(ps))
     return sg.ParameterServerStrategy(sg.LocalCluster(workers=workers, ps=ps), **options)
 
@@ -73,7 +73,7 @@ def worker_group_of(strategy: sg.Strategy) -> WorkerGroup:
 
 
 def worker_pids(strategy: sg.Strategy) -> list[int]:
-    """The children that work now; the first worker is this process."""
+    """Return the pids of the current workers but the first, which is this process."""
     children = worker_group_of(strategy)._children
     return [] if children is None else [child.pool.pids[0] for child in children.members]
 
@@ -83,7 +83,7 @@ def ps_pids(strategy: sg.Strategy) -> list[int]:
 
 
 def balanced(stats: Stats) -> bool:
-    """Received = applied + dropped + buffered, in sum and for every worker."""
+    """Whether received = applied + dropped + buffered, in total and for every worker."""
     lines = [vars(stats), *stats.by_worker.values()]
     return all(
         line["received"] == line["applied"] + line["dropped"] + line["buffered"] for line in lines
@@ -91,7 +91,7 @@ def balanced(stats: Stats) -> bool:
 
 
 def shoot(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Send a signal to one that may have ended by itself."""
+    """Send a signal to a process that may have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
@@ -100,7 +100,7 @@ def shoot(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Do something in another thread, until the block ends."""
+    """Run `work` in another thread; its event is set when the block ends."""
     stop = threading.Event()
     problems: list[BaseException] = []
 
@@ -122,7 +122,7 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Killer:
-    """Kills a child that works every now and then, `limit` times at most."""
+    """Kill a working child now and then, at most `limit` times."""
 
     def __init__(
         self, strategy: sg.Strategy, seed: int, least: float, most: float, limit: int = 10**6

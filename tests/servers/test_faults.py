@@ -1,7 +1,7 @@
-"""Processes of a local cluster are killed, stopped and fail: the rest does the work, or says why.
+"""Processes of a local cluster are killed, stopped or raise: the others go on, or say why not.
 
-Followers misbehave for real. A model counts how often each row was applied, so a lost or doubled
-gradient shows, whatever the rule.
+The processes are real. A model counts how often each row was applied, so that a lost or doubled
+gradient shows under every rule.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(120)
 
-PROMISED = 2.0  # seconds until one that has died is named
-SOON = 5.0  # the same, and room for a busy machine
-NAMED = 6.5  # seconds until one that stands still is named; the promise is 4
+PROMISED = 2.0  # seconds until a dead process is named
+SOON = 5.0  # the same, with room for a busy machine
+NAMED = 6.5  # seconds until a stopped process is named; the promise is 4
 STEPS = ROWS // BATCH
 
 RULES = {
@@ -70,7 +70,7 @@ RULES = {
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., sg.ParameterServerStrategy]]:
-    """Local clusters that end with the test."""
+    """Make local clusters that are closed with the test."""
     several: list[sg.ParameterServerStrategy] = []
 
     def make(**options: Any) -> sg.ParameterServerStrategy:
@@ -93,7 +93,7 @@ def works(strategy: sg.Strategy) -> bool:
 
 
 class Until(sg.callbacks.Callback):
-    """Ends the training at the end of an epoch, when `stop` is set."""
+    """A callback that ends the training after an epoch once `stop` is set."""
 
     stop = False
 
@@ -102,7 +102,7 @@ class Until(sg.callbacks.Callback):
 
 
 def applied(strategy: sg.ParameterServerStrategy) -> int:
-    """How many gradients of worker 1 have been applied."""
+    """Return how many gradients of worker 1 have been applied."""
     return strategy.stats().by_worker.get(1, {}).get("applied", 0)
 
 
@@ -190,7 +190,7 @@ def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
 
 
 def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something is wrong with it; the others do not try for ever."""
+    """It is replaced a few times only."""
     monkeypatch.setattr(local_cluster, "_IN_VAIN", 2)
     strategy = made(workers=2, ps=1)
 
@@ -222,7 +222,7 @@ def servers() -> Iterator[list[Server]]:
 
 
 def take_part(servers: list[Server], index: int, rows: int = ROWS, spares: int = 0) -> Session:
-    """Be a worker, with a counter."""
+    """Begin the session of a worker whose model counts rows."""
     address = Address(tuple(servers[0].addresses), servers[0].secret)
     worker = Client(index, f"worker {index}", index == 0, address, sg.Patience())
     counter = Counter(rows)
@@ -242,7 +242,7 @@ def hand_in(session: Session, rows: Tensor) -> bool:
 def test_a_gradient_outlives_its_worker(
     servers: list[Server], shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts on every server, though its worker died before all had taken it in.
+    """It counts on every server, though its worker died before all servers had read it.
 
     Another has the worker's number by then, and a gradient of its own on its desk.
     """
@@ -275,7 +275,7 @@ def test_a_gradient_outlives_its_worker(
 def test_one_that_does_not_read_holds_nobody_up(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped while values are on their way to it; the others' news for it are not waited for."""
+    """It is stopped while values are sent to it; the servers do not wait to send it more."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     chief = take_part(servers, 0, rows=500_000, spares=1)
     deaf = take_part(servers, 1, rows=500_000, spares=1)
@@ -299,7 +299,7 @@ def test_one_that_does_not_read_holds_nobody_up(
 
 
 class Stop:
-    """A loss in which one worker stops itself, once, and notes when."""
+    """A loss function in which one worker stops its own process once, and notes the time."""
 
     def __init__(self, note: Path, worker: int = 1) -> None:
         self.note, self.worker, self.step = note, worker, 0
@@ -323,7 +323,7 @@ class Stop:
 def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training ends while it still stands; many versions later nothing has filled up."""
+    """Training ends while it is still stopped; many versions later no buffer is full."""
     strategy = made(updates=sg.Synchronous(spares=1))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, epochs=25, loss=stop)
@@ -363,7 +363,7 @@ def test_without_a_spare_a_stopped_worker_is_waited_for(
 def test_a_worker_that_stands_too_long_is_given_up(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its work is done by the others, and another takes its place."""
+    """Other workers do its batches, and a new process takes its place."""
     strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
@@ -382,7 +382,7 @@ def test_a_worker_that_stands_too_long_is_given_up(
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
-    """It is named, and the same strategy trains again, with fresh processes."""
+    """It is named, and the same strategy trains again with new processes."""
     strategy = made(updates=sg.Synchronous())
     fell: list[float] = []
 
@@ -408,7 +408,7 @@ def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
 
 @pytest.mark.parametrize("rule", ["in step", pytest.param("free", marks=pytest.mark.slow)])
 def test_the_death_of_the_helper_that_starts_the_others(made: Any, rule: str) -> None:
-    """All servers and workers end at once; none is replaced, and the helper is named."""
+    """All servers and workers end at once, without replacement, and the zygote is named."""
     strategy = made(updates=RULES[rule])
     assert works(strategy)
     helper, fell = ZygoteProcess.get().pid, list[float]()
@@ -427,7 +427,7 @@ def test_the_death_of_the_helper_that_starts_the_others(made: Any, rule: str) ->
 
 
 def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """A function that trains and returns: what it started ends, and nobody is told of deaths."""
+    """When the strategy is collected, its processes end, and no death is logged."""
     strategy = local()
     assert works(strategy)
     everybody = [*worker_pids(strategy), *ps_pids(strategy)]
@@ -443,7 +443,7 @@ def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptur
 def test_a_stopped_server_is_named_then_given_up(
     made: Any, which: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether its lock is held meanwhile (clipping asks every server) or not."""
+    """Also if a thread that waits for it holds the lock (clipping asks all servers)."""
     strategy = made(updates=sg.Synchronous(), patience=sg.Patience(answer=4.5))
     assert works(strategy)
     stopped: list[float] = []
@@ -497,7 +497,7 @@ def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -
 def test_a_mistake_of_a_server_ends_the_job_with_its_traceback(
     made: Any, monkeypatch: pytest.MonkeyPatch, which: int, mistake: dict[str, Any], where: str
 ) -> None:
-    """Nobody may wait for an answer that will not come."""
+    """No worker waits for an answer that does not come."""
     strategy = made()
     assert works(strategy)
     worker = worker_group_of(strategy).worker
@@ -520,7 +520,7 @@ def test_a_mistake_of_a_server_ends_the_job_with_its_traceback(
 
 
 class Mine(Exception):
-    """An exception of the user's."""
+    """An exception that the user's code raises."""
 
 
 def raise_on(worker: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -582,7 +582,7 @@ def test_each_worker_has_its_own_dice(made: Any) -> None:
 
 
 def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
-    """Neither hooks nor borrowed memory stay behind: it trains on, elsewhere and here."""
+    """It keeps no hook and no shared memory: it can be trained here and by another strategy."""
     strategy = made(updates=sg.Synchronous(spares=1))
     with strategy.scope():
         model = sg.Model(mlp())
@@ -593,7 +593,7 @@ def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             raise Mine("a bad day")
 
-    with pytest.raises(Mine):  # epochs enough that the chief is not the late one every time
+    with pytest.raises(Mine):  # so many epochs that the chief is not always the last one
         model.fit(x, y, batch_size=8, epochs=50, verbose=0, callbacks=[Fail()])
     assert not any(p._post_accumulate_grad_hooks for p in model.module.parameters())
     F.cross_entropy(model.module(x), y).backward()
@@ -631,7 +631,7 @@ def scripts() -> Iterator[Nursery]:
 
 @pytest.mark.slow
 def test_ctrl_c(scripts: Nursery, tmp_path: Path) -> None:
-    """Once it is an exception like any other: the strategy lives. Uncaught, all ends at once."""
+    """Caught, it leaves the strategy usable; uncaught, it ends all processes at once."""
     script = scripts.start(
         tmp_path,
         LONG
@@ -660,7 +660,7 @@ fit(4000, "two")
 
 
 def test_a_question_to_the_zygote_that_was_cut_short(made: Any) -> None:
-    """Ctrl-C while a child is being started: the answer comes later, and is nobody's."""
+    """After Ctrl-C during the start of a child, the late answer is ignored."""
     strategy = made(workers=2, ps=1)
     request = json.dumps({"end": [], "number": 0}).encode()
     pipe_frames.send_with_fds(ZygoteProcess.get()._channel, request, [])
@@ -686,7 +686,7 @@ def test_the_script_is_terminated_or_killed(scripts: Nursery, tmp_path: Path) ->
 
 
 def trace(pid: int | str = "self") -> tuple[int, int, int]:
-    """Open descriptors, threads and mapped segments of a process."""
+    """Count the open descriptors, threads and mapped segments of a process."""
     folder = Path(f"/proc/{pid}")
     segments = (folder / "maps").read_text().count("/memfd:")
     return len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")), segments
@@ -694,7 +694,7 @@ def trace(pid: int | str = "self") -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
-    """Between trainings and within one."""
+    """Workers die between trainings and within one."""
     strategy, over = made(workers=2, updates=sg.Asynchronous()), Until()
     for _ in range(2):
         assert works(strategy)
@@ -731,7 +731,7 @@ def test_twenty_trainings_and_twenty_deaths_leave_nothing(made: Any) -> None:
 
 
 def test_two_strategies_in_one_process(made: Any) -> None:
-    """Each has servers of its own; one trains while the other is open, and beside it."""
+    """Each has its own servers; one trains while the other is idle, and while it trains."""
     one, two = made(workers=2, ps=1), made(workers=2, ps=1, updates=sg.Synchronous())
     assert works(one) and works(two) and works(one)
     done: list[bool] = []

@@ -1,4 +1,4 @@
-"""A task and its coordinator beat through one star each, encrypted or not."""
+"""The heartbeats between a task and its coordinator, encrypted and plain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Pair:
-    """A coordinator's list of peers, and a worker whose heartbeat is in it."""
+    """The peers of a coordinator, and the heartbeat of one worker."""
 
     def __init__(self, tls: bool, give_up: float = 60.0) -> None:
         came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
@@ -37,7 +37,7 @@ class Pair:
         self.task = TaskHeartbeat(line, give_up, self.trouble.append)
 
     def close(self) -> None:
-        self.task.stop()
+        self.task.leave()
         self.peers.close()
         self.listener.close()
 
@@ -49,10 +49,10 @@ def test_what_either_says_comes_to_the_other(tls: bool, caplog: pytest.LogCaptur
     assert pair.peer.notes.get(timeout=20) == {"holds": 3}
     pair.peers.say("worker 2 is gone", {"given up": "worker 2"})
     wait_for(lambda: pair.task.given_up == {"worker 2"}, 20)
-    pair.task.last_words(sg.ReplicaLost("worker 2 is gone", "worker 2"))
+    pair.task.announce(sg.ReplicaLost("worker 2 is gone", "worker 2"))
     told = pair.peer.notes.get(timeout=20)
     assert told is not None and told["dying"]["who"] == "worker 2"
-    pair.task.stop()
+    pair.task.leave()
     assert pair.peer.notes.get(timeout=20) == {"bye": 1} and not pair.trouble
     pair.close()
 
@@ -62,7 +62,7 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
     pair.peers.remove(pair.peer)
     assert pair.peer.notes.get(timeout=20) is None
     wait_for(lambda: bool(pair.trouble), 20)
-    assert pair.trouble[0].who == "ps 0" and pair.task.explain() is pair.trouble[0]
+    assert pair.trouble[0].who == "ps 0" and pair.task.await_trouble() is pair.trouble[0]
     pair.close()
 
 
@@ -70,7 +70,7 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
 def test_who_is_silent_is_named_and_given_up(
     side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "STALL", 0.5)  # a look or two before it is given up
+    monkeypatch.setattr(heartbeat, "STALL", 0.5)  # so that it is named before it is given up
     pair, given_up = Pair(tls=False, give_up=1.5), list[str]()
     silent = pair.task._star if side == "task" else pair.peers._star
     assert silent is not None
@@ -78,7 +78,7 @@ def test_who_is_silent_is_named_and_given_up(
     until = time.monotonic() + 20
     with caplog.at_level(logging.WARNING, "stratagem"):
         while not (given_up or pair.trouble) and time.monotonic() < until:
-            pair.peers.look(lambda peer, what: given_up.append(f"{peer.name} {what}"))
+            pair.peers.check_silence(lambda peer, what: given_up.append(f"{peer.name} {what}"))
             time.sleep(0.1)
     name = "worker 1" if side == "task" else "ps 0"
     assert re.search(rf"{name} has been silent for \d s", caplog.text)
