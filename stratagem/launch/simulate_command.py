@@ -132,11 +132,6 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="--elastic: until those who are here have come together again (400ms)",
     )
-    add(
-        "--standby",
-        metavar="TIME",
-        help="--elastic on one machine: until a process stands by for each, again after a kill",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -188,8 +183,7 @@ def read(args: argparse.Namespace) -> Scenario:
     )
     updates = _updates(args)
     each = 1 if isinstance(updates, Synchronous) else args.workers
-    standby = None if args.standby is None else seconds(args.standby, "--standby")
-    elastic = Regrouping(seconds(args.regroup, "--regroup"), standby=standby)
+    elastic = Regrouping(seconds(args.regroup, "--regroup"))
     return Scenario(
         args.workers,
         args.steps * each,
@@ -201,7 +195,7 @@ def read(args: argparse.Namespace) -> Scenario:
         patience=seconds(args.patience, "--patience"),
         seed=args.seed,
         overhead=_overhead(args.overhead),
-        elastic=elastic if args.elastic or standby is not None else None,
+        elastic=elastic if args.elastic else None,
         wire=simulate_options.read_wire(args.wire),
         sync=simulate_options.read_sync(args.sync),
     )

@@ -7,10 +7,6 @@
 A replica that is killed leaves at once; one that is silent leaves when patience is over. Both join
 when they are back. Each time those who are here come together, and do the step again that was under
 way, with the same global batch. Whether the job goes on is decided by the rule of real jobs.
-
-Where replicas of one machine have standbys, one that is killed while it computes has its share done
-again by another process; the others wait for that, and do nothing twice. Who is killed later in a
-step, or before another stands by, is started again with all others.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from stratagem.plan.simulation.scenario import (
     after,
     joined,
 )
-from stratagem.plan.simulation.spread import Seconds
 from stratagem.rules.stats import Stats
 from stratagem.training.elastic import Again, Elastic, Tries
 
@@ -55,11 +50,6 @@ class ElasticRing(SimulatedRing):
         self._updates: list[float] = []
         self._tries = Tries(Elastic(self._how.least), Again(lambda: len(self._updates)))
         self._given_up = 0
-        #: kills that a standby may make up for, and from when on each replica has one
-        stands_by = self._how.standby is not None
-        kills = [(f.at, f.worker) for f in scenario.faults if isinstance(f, Kill) and f.worker]
-        self._kills = deque(sorted(kills) if stands_by else ())
-        self._ready = [self._how.standby or 0.0] * scenario.workers
 
     def run(self) -> SimulatedRun:
         """Run step after step, and those again that somebody has left or joined."""
@@ -69,10 +59,10 @@ class ElasticRing(SimulatedRing):
             share = scenario.workers / len(self._present)
             here = np.isin(np.arange(scenario.workers), list(self._present))
             busy = np.where(here, compute[len(self._updates)] * share, 0.0)
-            done, lost = self._with_standbys(now, busy)
-            if lost is not None or (self._changes and self._changes[0][0] <= done):
+            done = after(self._reduced(now, busy), scenario.work.update, self._silences)
+            if self._changes and self._changes[0][0] <= done:
                 self._given_up += len(self._present)
-                now, why = self._change(now) if lost is None else self._start_again(*lost)
+                now, why = self._change(now)
                 if why:
                     return self._told(self._updates, now, why)
                 continue
@@ -81,31 +71,6 @@ class ElasticRing(SimulatedRing):
             if self._traces:
                 self.trace.append((now, "update", int(busy.argmax()), (len(self._updates),)))
         return self._told(self._updates, now, "")
-
-    def _with_standbys(self, now: float, busy: Seconds) -> tuple[float, tuple[float, int] | None]:
-        """When a step is done, or which kill in it no standby makes up for."""
-        update, share = self.scenario.work.update, busy.copy()
-        while True:
-            done = after(self._reduced(now, busy), update, self._silences)
-            change = self._changes[0][0] if self._changes else inf
-            if not self._kills or self._kills[0][0] > min(done, change):
-                return done, None
-            at, worker = self._kills.popleft()
-            if worker not in self._present:
-                continue
-            if not (self._ready[worker] <= at and now <= at < now + busy[worker]):
-                return done, (max(now, at), worker)
-            busy[worker] = at - now + share[worker]
-            self._ready[worker] = at + (self._how.standby or 0.0)
-
-    def _start_again(self, at: float, worker: int) -> tuple[float, str]:
-        """All replicas of the machine come together anew, after one of them was killed."""
-        trouble = Failure(worker, Member(f"worker {worker}", ""), "died", "simulated")
-        if not self._tries.left(trouble.error(), trouble):
-            return at, f"worker {worker} is gone with no step since the last ones, so the job ends"
-        begins = after(at, self._how.seconds, self._silences)
-        self._ready = [begins + (self._how.standby or 0.0)] * self.scenario.workers
-        return begins, ""
 
     def _change(self, now: float) -> tuple[float, str]:
         """One leaves or joins; when the next step begins, or why none does."""
@@ -146,7 +111,7 @@ class ElasticRing(SimulatedRing):
                 if until - begin > self.scenario.patience:
                     away.setdefault(worker, []).append((begin + self.scenario.patience, until))
         for fault in self.scenario.faults:
-            if isinstance(fault, Kill) and (self._how.standby is None or not fault.worker):
+            if isinstance(fault, Kill):
                 back = inf if fault.back is None else fault.at + fault.back
                 away.setdefault(fault.worker, []).append((fault.at, back))
         found: list[_Change] = []

@@ -200,21 +200,14 @@ class Regrouping:
 
     seconds   until those who are left, or one more, have come together and go on
     least     how many must be left (min_replicas)
-    standby   replicas of one machine: seconds until another process stands by for each, which does
-              the share again that a killed one had begun; None: hosts, where nobody stands by
     """
 
     seconds: float = 0.4
     least: int = 1
-    standby: float | None = None
 
     def __post_init__(self) -> None:
-        times = (self.seconds, self.standby or 0.0)
-        if not (all(isfinite(each) and each >= 0 for each in times) and self.least >= 1):
-            raise UsageError(
-                "regrouping, and until another stands by, take 0 seconds or more; 1 replica or "
-                "more is left."
-            )
+        if not (isfinite(self.seconds) and self.seconds >= 0 and self.least >= 1):
+            raise UsageError("regrouping takes 0 seconds or more; 1 replica or more is left.")
 
 
 @dataclass(frozen=True)
