@@ -96,8 +96,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--overhead",
         default="none",
         metavar="TIMES",
-        help="of processors for each message, "
-        "WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here and now (none)",
+        help="of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms (none)",
     )
 
 
@@ -233,10 +232,6 @@ def _overhead(text: str) -> Overhead:
 
     if text == "none":
         return Overhead()
-    if text == "measured":
-        from stratagem.plan.machine import measure_overhead
-
-        return measure_overhead()
     worker, _, server = text.partition(":")
     if not worker or not server:
         raise UsageError(f"--overhead {text!r} is not WORKER:SERVER, as 0.2ms:0.3ms.")

@@ -172,8 +172,8 @@ class Overhead:
     byte      each byte of gradients and values
     step      each gradient: the worker's loop around it, the coordinator's judging it
 
-    A worker computes nothing meanwhile, and a server serves nobody else. `plan.overhead.measure`
-    finds them on the machine at hand.
+    A worker computes nothing meanwhile, and a server serves nobody else.
+    `studies/sparse/overhead.py` measures them on the machine at hand.
     """
 
     worker_message: float = 0.0
