@@ -21,7 +21,7 @@ from stratagem.training.layer_costs import STATES, LayerMeter
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
-from stratagem.training.tensor_layers import Enter, sum_of_parts
+from stratagem.training.tensor_layers import Crossing, Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
 from stratagem.training.tensor_program import gathered_layers, shapes_of
 from stratagem.wire.shared_memory import sharing
@@ -82,7 +82,7 @@ def _meet() -> float:
     """On a process; of the typical one, which may have waited for the other."""
     group, times = SharedScratch(sharing(current_replica().collective)), []
     x = torch.zeros(16, requires_grad=True)
-    enter = Enter(group)
+    enter = Crossing(Enter, group)
     for _ in range(_MEETINGS):
         started = time.perf_counter()
         sum_of_parts(enter(x), group).sum().backward()

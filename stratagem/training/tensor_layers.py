@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,38 +71,27 @@ def divisions(layer: Any, how: str, bounds: tuple[int, ...]) -> dict[str, Divisi
     return {name: along(1, name) if name == "weight" else None for name in names}
 
 
-class DividedLinear(nn.Module):
-    """A linear layer, by columns or by rows."""
+class DividedProduct(nn.Module):
+    """A linear layer or a convolution, by its outputs or by its inputs."""
 
-    def __init__(self, layer: nn.Linear, how: str, own: Own, group: SharedScratch) -> None:
+    def __init__(
+        self, layer: nn.Linear | Convolution, how: str, own: Own, group: SharedScratch
+    ) -> None:
         super().__init__()
         self.weight, self.bias = own("weight"), own("bias")
         self._columns, self._group = how == "columns", group
+        self._product: Callable[..., Tensor] = F.linear
+        if not isinstance(layer, nn.Linear):
+            options = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+            self._product = partial(_CONVOLVE[self.weight.dim()], **options)
 
     def forward(self, x: Tensor) -> Any:
         if self._columns:
-            return F.linear(x, self.weight, self.bias)
-        found = sum_of_parts(F.linear(x, self.weight), self._group)
-        return found if self.bias is None else found + self.bias
-
-
-class DividedConvolution(nn.Module):
-    """A convolution, by channels that it makes or by channels that it is given."""
-
-    def __init__(self, layer: Convolution, how: str, own: Own, group: SharedScratch) -> None:
-        super().__init__()
-        self.weight, self.bias = own("weight"), own("bias")
-        self._columns, self._group = how == "columns", group
-        self._options = layer.stride, layer.padding, layer.dilation
-
-    def forward(self, x: Tensor) -> Any:
-        convolve = _CONVOLVE[self.weight.dim()]
-        if self._columns:
-            return convolve(x, self.weight, self.bias, *self._options)
-        found = sum_of_parts(convolve(x, self.weight, None, *self._options), self._group)
+            return self._product(x, self.weight, self.bias)
+        found = sum_of_parts(self._product(x, self.weight), self._group)
         if self.bias is None:
             return found
-        return found + self.bias.view(-1, *[1] * (found.dim() - 2))
+        return found + self.bias.view(-1, *[1] * (self.weight.dim() - 2))
 
 
 class DividedEmbedding(nn.Module):
@@ -256,16 +246,14 @@ def divided_layer(
     layer: Any, how: str, own: Own, group: SharedScratch, bounds: tuple[int, ...]
 ) -> nn.Module:
     """The part of a layer that this process computes."""
-    if isinstance(layer, nn.Linear):
-        return DividedLinear(layer, how, own, group)
     if isinstance(layer, nn.Embedding):
         return DividedEmbedding(layer, how, own, group, bounds[group.rank])
     if isinstance(layer, nn.MultiheadAttention):
         return DividedAttention(layer, own, Split(1, bounds), group)
     if isinstance(layer, Norm):
         return DividedNorm(layer, own)
-    assert isinstance(layer, Convolution)
-    return DividedConvolution(layer, how, own, group)
+    assert isinstance(layer, nn.Linear | Convolution)
+    return DividedProduct(layer, how, own, group)
 
 
 # --- what crosses between processes: four operations ----------------------------------------------
@@ -298,7 +286,7 @@ class Split:
         return tensor.narrow(self.dim, self.bounds[rank], self.sizes[rank])
 
 
-class _Enter(Function):
+class Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch) -> Tensor:
         ctx.group = group
@@ -320,7 +308,7 @@ class _Sum(Function):
         return gradient, None
 
 
-class _Gather(Function):
+class Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch, split: Split) -> Tensor:
         ctx.group, ctx.split = group, split
@@ -331,7 +319,7 @@ class _Gather(Function):
         return ctx.split.part(gradient, ctx.group.rank), None, None
 
 
-class _Scatter(Function):
+class Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch, split: Split) -> Tensor:
         ctx.group, ctx.split = group, split
@@ -343,37 +331,18 @@ class _Scatter(Function):
         return ctx.group.gather(gradient, ctx.split.dim, ctx.split.sizes), None, None
 
 
-class Enter(nn.Module):
-    """A whole value on its way into a divided layer."""
+class Crossing(nn.Module):
+    """Enter, Gather or Scatter as a module; what is no tensor passes as it is."""
 
-    def __init__(self, group: SharedScratch) -> None:
+    def __init__(
+        self, operation: type[Function], group: SharedScratch, split: Split | None = None
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._operation = operation
+        self._given = (group,) if split is None else (group, split)
 
     def forward(self, x: Any) -> Any:
-        return _Enter.apply(x, self._group) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
-
-
-class Gather(nn.Module):
-    """The whole of a divided value."""
-
-    def __init__(self, group: SharedScratch, split: Split) -> None:
-        super().__init__()
-        self._group, self._split = group, split
-
-    def forward(self, x: Tensor) -> Any:
-        return _Gather.apply(x, self._group, self._split)  # type: ignore[no-untyped-call]
-
-
-class Scatter(nn.Module):
-    """This process' part of a whole value."""
-
-    def __init__(self, group: SharedScratch, split: Split) -> None:
-        super().__init__()
-        self._group, self._split = group, split
-
-    def forward(self, x: Tensor) -> Any:
-        return _Scatter.apply(x, self._group, self._split)  # type: ignore[no-untyped-call]
+        return self._operation.apply(x, *self._given) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
 
 
 def sum_of_parts(x: Tensor, group: SharedScratch) -> Any:

@@ -14,6 +14,7 @@ from stratagem.state.divided_update import Division, OwnPart
 from stratagem.training.layer_costs import run_node
 from stratagem.training.layer_graph import LayerGraph, Opened
 from stratagem.training.tensor_layers import (
+    Crossing,
     DividedDropout,
     Enter,
     Gather,
@@ -92,12 +93,12 @@ class _Builder:
         if split is None:
             return self._known[node]
         if node not in self._whole:
-            self._whole[node] = self.call(Gather(self._group, split), self._known[node])
+            self._whole[node] = self.call(Crossing(Gather, self._group, split), self._known[node])
         return self._whole[node]
 
     def _enter(self, node: fx.Node) -> fx.Node:
         if node not in self._entered:
-            self._entered[node] = self.call(Enter(self._group), self.whole(node))
+            self._entered[node] = self.call(Crossing(Enter, self._group), self.whole(node))
         return self._entered[node]
 
     def _split(self, node: fx.Node) -> Split | None:
@@ -142,7 +143,9 @@ class _Builder:
         if self._split(first) == use.given:
             return self.call(made, self._known[first])
         assert use.given is not None
-        return self.call(made, self.call(Scatter(self._group, use.given), self.whole(first)))
+        return self.call(
+            made, self.call(Crossing(Scatter, self._group, use.given), self.whole(first))
+        )
 
 
 def _dropout(module: nn.Module, node: fx.Node) -> tuple[float, Callable[[], bool]]:
