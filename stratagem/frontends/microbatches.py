@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.data.shares import map_parts, rows, share
+from stratagem.data.shares import rows, share, with_tensors
 from stratagem.frontends.adapter import with_row
 from stratagem.frontends.losses import CountedLoss
 from stratagem.frontends.recipe import Recipe
@@ -55,7 +55,7 @@ class MicroBatches:
         self._numerators.append(numerator.detach())
         self._summed = denominator is None
         if recipe.metrics:
-            self._outputs.append(map_detached(output))
+            self._outputs.append(with_tensors(output, Tensor.detach))
         scale = 1.0 if denominator is None else self._divisor or 1.0
         return numerator / (scale * recipe.accumulate)
 
@@ -70,8 +70,3 @@ class MicroBatches:
         if all(isinstance(each, Tensor) for each in self._outputs):
             return torch.cat(self._outputs)
         return reduce(joined, self._outputs)
-
-
-def map_detached(tree: Any) -> Any:
-    """The same without a graph."""
-    return tree.detach() if isinstance(tree, Tensor) else map_parts(map_detached, tree)

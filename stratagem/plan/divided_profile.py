@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from stratagem.data.shares import with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable
 from stratagem.rules.layer_split import LayerCost
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import fast_recurrence, plan_columns
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_costs import STATES, LayerMeter
-from stratagem.training.layer_graph import LayerGraph
-from stratagem.training.loop_process import with_tensors
+from stratagem.training.layer_costs import STATES, LayerMeter, saved_tensors
+from stratagem.training.layer_graph import LayerGraph, shapes_of
 from stratagem.training.replica import current_replica
 from stratagem.training.tensor_layers import Crossing, Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
-from stratagem.training.tensor_program import gathered_layers, shapes_of
+from stratagem.training.tensor_program import gathered_layers
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 
@@ -158,22 +158,16 @@ def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> Layer
     size = list(shape[:2])
     size[axis] = max(size[axis] // (pieces * _PROCESSES), 1)
     size[1 - axis] *= _PROCESSES
-    kept = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-        return tensor
-
+    kept: list[int] = []
     x = torch.randn(*size, layer.input_size, dtype=params[0].dtype, requires_grad=True)
     best = (math.inf, math.inf)
     for _ in range(_ROUNDS):
-        kept, started = 0, time.thread_time()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, fast_recurrence():
+        kept.clear()
+        started = time.thread_time()
+        with saved_tensors(lambda tensor: kept.append(tensor.nbytes)), fast_recurrence():
             output, _ = layer(x)
         forward = time.thread_time() - started
         torch.autograd.grad(output.sum(), [x, *(p for p in params if p.requires_grad)])
         best = min(best, (time.thread_time() - started, forward))
     held = sum(p.nbytes * (1 + STATES * p.requires_grad) for p in params)
-    return LayerCost(best[0], held, kept, output.nbytes, best[1])
+    return LayerCost(best[0], held, sum(kept), output.nbytes, best[1])

@@ -14,7 +14,7 @@ from stratagem.plan.divided_profile import chunk_tables, divided_layers
 from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
-from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_costs import LayerMeter, saved_tensors
 from stratagem.training.layer_graph import trace
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_plan import check_layers
@@ -66,13 +66,12 @@ def _kept(trial: DryRun, batch: Any) -> int:
     known = {t.untyped_storage().data_ptr() for t in trial.module.parameters()}
     found: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def see(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.layout == torch.strided and storage.data_ptr() not in known:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors(see):
         loss = trial.loss(batch)
     del loss
     return sum(found.values())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.cluster.environment import cores
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.plan.profile import Profile, StageTime
 from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import SCHEDULES, Op
@@ -29,7 +29,6 @@ from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import trace
-from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
 from stratagem.training.stage import Stage, StageChannels, cut
 

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import share, tensors_in
+from stratagem.data.shares import share, tensors_in, with_tensors
 from stratagem.errors import NotDistributable
 from stratagem.rules.chunk_choice import ChunkChoice, Chunks
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan, fast_recurrence
-from stratagem.training.layer_costs import run_node
+from stratagem.training.layer_graph import run_node
 from stratagem.training.stage import Inputs, Judge, reseed
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree_channel import open_channels
@@ -235,16 +235,13 @@ class ColumnStage:
     def _take_rest(self, device: int) -> list[Any]:
         channel = self._channels.forward[device, "rest"]
         told = channel.take()
-        values, trained, leaves = told["values"], iter(told["trained"]), []
+        trained, leaves = iter(told["trained"]), list[Tensor]()
 
-        def enter(tree: Any) -> Any:
-            if isinstance(tree, Tensor):
-                leaf = tree.clone().requires_grad_(next(trained))
-                leaves.append(leaf)
-                return leaf
-            return [enter(part) for part in tree] if isinstance(tree, list | tuple) else tree
+        def enter(tensor: Tensor) -> Tensor:
+            leaves.append(tensor.clone().requires_grad_(next(trained)))
+            return leaves[-1]
 
-        found = [enter(value) for value in values]
+        found: list[Any] = with_tensors(told["values"], enter)
         channel.release()
         self._leaves.append(leaves)
         return found
@@ -282,9 +279,7 @@ class ColumnStage:
         def get(node: fx.Node) -> Any:
             if node in places:
                 return inputs[places[node]]
-            if node.op == "get_attr":
-                return self._plan.graph.look_up(str(node.target))
-            return self._values[node]
+            return self._plan.graph.value(node, self._values)
 
         return get
 

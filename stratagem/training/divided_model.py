@@ -12,25 +12,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.divided_update import DividedUpdate, OwnPart
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training import setup
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_graph import LayerGraph, trace
+from stratagem.training.layer_graph import LayerGraph, shapes_of, trace
 from stratagem.training.led_loop import LedLoop
-from stratagem.training.loop_process import Mode, with_tensors
+from stratagem.training.loop_process import Mode
 from stratagem.training.replica import Replica
 from stratagem.training.settings import TensorParallel
+from stratagem.training.stage_plan import alike
 from stratagem.training.tensor_plan import make_plan
 from stratagem.training.tensor_program import (
     OPENED,
     OwnParts,
-    agree,
     divided_program,
-    shapes_of,
     table,
 )
 from stratagem.wire.shared_memory import sharing
@@ -118,7 +117,7 @@ class DividedModel:
             self._collective.barrier()  # everybody has noted them
             divided = [t.clone() for t in tensors_in([self.run(*few)])]
             self._collective.barrier()  # nobody takes back what others still read
-        same = not self._leads or agree(whole, divided)
+        same = not self._leads or alike(whole, divided)
         if not all(gather_tree(self._collective, same)):
             raise NotDistributable(
                 f"the divided layers of {type(module).__name__} do not give what its forward "

@@ -8,16 +8,17 @@ another one took longer was other work on the machine, and an even split should 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import map_parts, tensors_in
+from stratagem.data.shares import tensors_in, with_tensors
 from stratagem.rules.layer_split import LayerCost
 from stratagem.training.gradient_placement import WORTH, is_torchs
-from stratagem.training.layer_graph import Layer, LayerGraph
+from stratagem.training.layer_graph import Layer, LayerGraph, run_node
 from stratagem.training.stage import StagePart, tensors_of
 from stratagem.wire.device_kinds import kind_of
 
@@ -119,22 +120,14 @@ class LayerMeter:
         def get(node: fx.Node) -> Any:
             if node in self._places:
                 return inputs[self._places[node]]
-            if node.op == "get_attr":
-                return self._graph.look_up(str(node.target))
-            if node not in known:
-                known[node] = _leaves(values[node])
-            return known[node]
+            if node in values and node not in known:
+                known[node] = with_tensors(values[node], _leaf)
+            return self._graph.value(node, known)
 
         place = self._place
-        kept = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-            return tensor
-
+        kept: list[int] = []
         started = self._clock()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors(lambda tensor: kept.append(tensor.nbytes)):
             for node in layer.nodes:
                 known[node] = run_node(self._graph.module, node, get)
         kind_of(place).synchronize(place)
@@ -147,9 +140,9 @@ class LayerMeter:
         seconds = self._clock() - started
         for param in self._graph.module.parameters():
             param.grad = None
-        values.update((node, _detached(known[node])) for node in layer.nodes)
+        values.update((node, with_tensors(known[node], Tensor.detach)) for node in layer.nodes)
         late = (seconds - forward) * self._put_off(layer, get)
-        return seconds, forward, late, kept, self._like(layer, get)
+        return seconds, forward, late, sum(kept), self._like(layer, get)
 
     def _like(self, layer: Layer, get: Any) -> tuple[str, bool]:
         """The same text for layers that cost the same: torch's own, with the same sizes and inputs
@@ -180,43 +173,19 @@ class LayerMeter:
         return 0.0
 
 
-def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
-    """The output of the whole model, by its layers."""
-    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
-
-    def get(node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return graph.look_up(str(node.target))
-        return known[node]
-
-    for layer in graph.layers:
-        for node in layer.nodes:
-            known[node] = run_node(graph.module, node, get)
-    return fx.node.map_arg(graph.output.args[0], get)
+def _leaf(tensor: Tensor) -> Tensor:
+    """A value of an earlier layer, as the beginning of this layer's graph."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def run_node(module: nn.Module, node: fx.Node, get: Any) -> Any:
-    """What a node of the graph makes of its arguments."""
-    args = fx.node.map_arg(node.args, get)
-    kwargs = fx.node.map_arg(node.kwargs, get)
-    if node.op == "call_module":
-        return module.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+@contextmanager
+def saved_tensors(see: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within, `see` gets every tensor that autograd saves for backward, parameters apart."""
 
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            see(tensor)
+        return tensor
 
-def _detached(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    return map_parts(_detached, tree)
-
-
-def _leaves(tree: Any) -> Any:
-    """Values of earlier layers, as the beginning of this layer's graph."""
-    if not isinstance(tree, Tensor):
-        return map_parts(_leaves, tree)
-    if not tree.is_floating_point():
-        return tree
-    return tree.detach().requires_grad_().clone()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield

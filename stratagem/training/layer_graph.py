@@ -63,6 +63,10 @@ class LayerGraph:
         owner, _, name = path.rpartition(".")
         return getattr(self.module.get_submodule(owner), name)
 
+    def value(self, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        """The value of a node: a parameter, buffer or constant, or one of `known`."""
+        return self.look_up(str(node.target)) if node.op == "get_attr" else known[node]
+
     def first_of(self, name: str) -> int:
         """The first layer of a module, by the module's name."""
         for index, layer in enumerate(self.layers):
@@ -99,10 +103,10 @@ class _LayerTracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs:
-            return _through(m, args[0])
-        if type(m) in self.opened and not is_hooked(m):
-            return self.opened[type(m)](m, *args, **kwargs)
+        plain = isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs
+        opened = run_encoder if plain else self.opened.get(type(m))
+        if opened is not None and not is_hooked(m):
+            return opened(m, *args, **kwargs)
         self.inside.append(self.path_of_module(m))
         try:
             with _without_effects(m):
@@ -172,13 +176,6 @@ def _dice() -> Any:
     _, keys, place, *_ = np.random.get_state()
     drawn = torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), place
     return drawn, random.getstate()
-
-
-def _through(encoder: nn.TransformerEncoder, x: Any) -> Any:
-    """What an encoder without masks does in training: its layers, one after another."""
-    for layer in encoder.layers:
-        x = layer(x)
-    return x if encoder.norm is None else encoder.norm(x)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -331,3 +328,56 @@ def _writes(module: nn.Module, node: fx.Node) -> bool:
         bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
         return bound.arguments.get("inplace") is True
     return False
+
+
+# --- running a graph ------------------------------------------------------------------------------
+
+
+def run_node(module: nn.Module, node: fx.Node, get: Callable[[fx.Node], Any]) -> Any:
+    """What a node of the graph makes of its arguments."""
+    args = fx.node.map_arg(node.args, get)
+    kwargs = fx.node.map_arg(node.kwargs, get)
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def values_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The values of all nodes for these inputs, computed layer by layer."""
+    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
+
+    def get(node: fx.Node) -> Any:
+        return graph.value(node, known)
+
+    for layer in graph.layers:
+        for node in layer.nodes:
+            known[node] = run_node(graph.module, node, get)
+    known[graph.output] = fx.node.map_arg(graph.output.args[0], get)
+    return known
+
+
+def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
+    """The output of the whole model, computed layer by layer."""
+    return values_of(graph, inputs)[graph.output]
+
+
+def shapes_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
+    """The shapes of all tensors of a graph for these inputs."""
+    found = values_of(graph, inputs)
+    return {node: value.shape for node, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def run_encoder(
+    encoder: Any,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: Any = None,
+) -> Any:
+    """What an nn.TransformerEncoder computes in training: its layers, one after another."""
+    for layer in encoder.layers:
+        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
+    return src if encoder.norm is None else encoder.norm(src)

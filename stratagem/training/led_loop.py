@@ -23,14 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows_of, tensors_in
+from stratagem.data.shares import rows_of, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.loop_process import (
     LoopProcess,
     LoopWatch,
     Mode,
     refuse_other_backwards,
-    with_tensors,
 )
 from stratagem.training.replica import END, Replica
 from stratagem.training.step_figures import figures_of

@@ -10,7 +10,7 @@ says a verb (led_loop.py), and the others do it:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ from stratagem.compat.torch_names import (
     accumulator,
     will_run,
 )
-from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import (
     MODULE_ATTRIBUTES,
@@ -157,13 +156,6 @@ class LoopProcess(ABC):
                 home.copy_(param.grad)
                 param.grad = self._lent(index)
         return [param.grad is not None for param in self._params]
-
-
-def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with other tensors."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    return map_parts(lambda part: with_tensors(part, change), tree)
 
 
 # --- what other processes would not follow --------------------------------------------------------

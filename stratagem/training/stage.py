@@ -7,16 +7,17 @@ channels stay in step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import map_parts, tensors_in
+from stratagem.data.shares import tensors_in, with_tensors
 from stratagem.data.streams import mixed
 from stratagem.rules.schedules import Op
 from stratagem.training.gradient_placement import AddedGradients
@@ -114,7 +115,8 @@ class Stage:
             self.failure = self.failure or told.get("failure")
             if self.failure is None:
                 leaves[source] = []
-                received += self._entered(told["values"], iter(told["trained"]), leaves[source])
+                enter = partial(self._enter, iter(told["trained"]), leaves[source])
+                received += with_tensors(told["values"], enter)
                 seed = told["seed"]
             channel.release()
         found = self._computed(part, seed, inputs, received)
@@ -167,13 +169,11 @@ class Stage:
             told = [leaf.grad for leaf in leaves]
             self._channels.backward[part.index, source].post(told)
 
-    def _entered(self, tree: Any, trained: Any, leaves: list[Tensor]) -> Any:
-        """Values of a message, in memory of their own; those that are trained begin a graph."""
-        if not isinstance(tree, Tensor):
-            return map_parts(lambda part: self._entered(part, trained, leaves), tree)
+    def _enter(self, trained: Iterator[bool], leaves: list[Tensor], tensor: Tensor) -> Tensor:
+        """A copy of a message's tensor; a trained one begins a graph."""
         if not next(trained):
-            return tree.to(self._place, copy=True)
-        leaf = tree.to(self._place).requires_grad_()
+            return tensor.to(self._place, copy=True)
+        leaf = tensor.to(self._place).requires_grad_()
         leaves.append(leaf)
         return leaf.clone()  # no leaf, so that a layer may write into it
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows, share, tensors_in
+from stratagem.data.shares import rows, share, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, ReplicaFailed
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState
@@ -26,7 +26,7 @@ from stratagem.tracebacks import described
 from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
-from stratagem.training.loop_process import Mode, with_tensors
+from stratagem.training.loop_process import Mode
 from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of, refuse_strays
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline

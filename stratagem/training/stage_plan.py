@@ -19,8 +19,8 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.layer_split import LayerCost, slowest, split_layers
 from stratagem.rules.schedules import SCHEDULES, kept
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_costs import LayerMeter, run_graph
-from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_graph import LayerGraph, run_graph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage import cut
 

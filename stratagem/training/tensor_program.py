@@ -6,13 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from stratagem.state.divided_update import Division, OwnPart
-from stratagem.training.layer_costs import run_node
-from stratagem.training.layer_graph import LayerGraph, Opened
+from stratagem.training.layer_graph import LayerGraph, Opened, run_encoder
 from stratagem.training.tensor_layers import (
     Crossing,
     DividedDropout,
@@ -166,19 +164,6 @@ def divided_program(
     return _Builder(graph, plan, parts, group).build()
 
 
-def shapes_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
-    """The shapes of all values of a graph, for some rows."""
-    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
-
-    def get(node: fx.Node) -> Any:
-        return graph.look_up(str(node.target)) if node.op == "get_attr" else known[node]
-
-    for layer in graph.layers:
-        for node in layer.nodes:
-            known[node] = run_node(graph.module, node, get)
-    return {node: value.shape for node, value in known.items() if isinstance(value, Tensor)}
-
-
 def table(graph: LayerGraph, plan: TensorPlan, count: int) -> str:
     """The plan, a line for each layer with parameters: how it is divided, and what crosses."""
     lines = [("layer", "divided by", "MB a device", "crosses")]
@@ -271,26 +256,5 @@ def _encoder_layer(
     return layer.norm2(x + feed(x))
 
 
-def _encoder(
-    encoder: Any,
-    src: Any,
-    mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: Any = None,
-) -> Any:
-    """What an nn.TransformerEncoder does in training."""
-    for layer in encoder.layers:
-        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
-    return src if encoder.norm is None else encoder.norm(src)
-
-
 #: layers of torch that consist of layers which can be divided
-OPENED: Opened = {nn.TransformerEncoderLayer: _encoder_layer, nn.TransformerEncoder: _encoder}
-
-
-def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two outputs are the same to rounding."""
-    return len(ours) == len(theirs) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+OPENED: Opened = {nn.TransformerEncoderLayer: _encoder_layer, nn.TransformerEncoder: run_encoder}

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable
 from stratagem.state.divided_update import Division
-from stratagem.training.layer_graph import trace
+from stratagem.training.layer_graph import shapes_of, trace
 from stratagem.training.tensor_layers import Split, dropped, widths
 from stratagem.training.tensor_plan import TensorPlan, make_plan, named_layers
-from stratagem.training.tensor_program import OPENED, OwnParts, divided_program, shapes_of, table
+from stratagem.training.tensor_program import OPENED, OwnParts, divided_program, table
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.shared_scratch import SharedScratch
