@@ -18,12 +18,13 @@ from stratagem.frontends.sources import Portion
 
 
 class MicroBatches:
-    """A batch in pieces of nearly one size, and what came of them on the last device."""
+    """The rows of a batch that a pipeline takes, in microbatches of nearly one size."""
 
-    def __init__(self, portion: Portion, most: int, recipe: Recipe) -> None:
-        self._portion, self._recipe = portion, recipe
-        self.count = max(min(most, portion.total), 1)
-        self._cuts = [share(portion.total, self.count, m) for m in range(self.count)]
+    def __init__(self, whole: Portion, own: Portion, most: int, recipe: Recipe) -> None:
+        """`own`: the rows of the batch that this pipeline takes; a row of a mesh may have none."""
+        self._whole, self._portion, self._recipe = whole, own, recipe
+        self.count = max(min(most, own.total), int(own.total == whole.total))
+        self._cuts = [share(own.total, self.count, m) for m in range(self.count)]
         self._numerators: list[Tensor] = []
         self._outputs: list[Any] = []
 
@@ -40,11 +41,11 @@ class MicroBatches:
 
     @cached_property
     def _divisor(self) -> float:
-        """What one device divides the sum over the rows by."""
-        loss, portion = self._recipe.loss, self._portion
-        if isinstance(loss, CountedLoss) and portion.weight is None:
-            return loss.count(portion.y)
-        return float(portion.total)
+        """What one device divides the sum over the rows of the batch by."""
+        loss, whole = self._recipe.loss, self._whole
+        if isinstance(loss, CountedLoss) and whole.weight is None:
+            return loss.count(whole.y)
+        return float(whole.total)
 
     def judge(self, m: int, output: Any) -> Tensor:
         """The part of the batch's loss that a microbatch makes."""
@@ -60,7 +61,10 @@ class MicroBatches:
         return numerator / (scale * recipe.accumulate)
 
     def loss(self) -> float:
-        """Of the whole batch; where nothing counts it is no number, as on one device."""
+        """The part of the batch's loss that these rows make; NaN where no row counts, as on one
+        device."""
+        if not self._numerators:
+            return 0.0
         total = float(torch.stack(self._numerators).double().sum())
         if self._summed:
             return total

@@ -11,7 +11,8 @@ ones are still in their backward. All rows make the same update of the same sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from stratagem.data.shares import share
 from stratagem.errors import NotDistributable
+from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
+from stratagem.training.stage import Stage, StageChannels, cut, tensors_of
 from stratagem.wire.collective import Collective
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
@@ -39,7 +42,7 @@ class MeshGrid:
         self.place = replica
         self._column: Collective | None = None
         self._scratch: SharedScratch | None = None
-        if count > 1:
+        if self.has_rows:
             grid = [[row * stages + s for s in range(stages)] for row in range(count)]
             row = subgroup(self.everybody, grid)
             self._column = subgroup(self.everybody, list(zip(*grid, strict=True)))
@@ -47,6 +50,12 @@ class MeshGrid:
                 self._scratch = SharedScratch(sharing(self._column))
             device, name = replica.device, replica.name
             self.place = Replica(stage, stages, device, name, row, replica.membership)
+            self.place.stage = stage
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is more than one row, so that replicas have shares of a batch."""
+        return self.count > 1
 
     def share(self, total: int) -> tuple[int, int]:
         """Where the rows of a batch begin and end that this row takes."""
@@ -103,6 +112,47 @@ def devices_of(users: Sequence[Iterable[Tensor]]) -> dict[Tensor, list[int]]:
         for tensor in tensors:
             used.setdefault(tensor, []).append(device)
     return used
+
+
+class OpenStage:
+    """The stage of one device, and the parameters that it owns. Made collectively."""
+
+    def __init__(
+        self,
+        stage: Any,
+        users: Sequence[set[Tensor]],
+        last: int,
+        place: Replica,
+        params: Sequence[Tensor],
+    ) -> None:
+        """`users`: the tensors that each device uses; `last`: the device that has the output."""
+        self.stage, self.last, self.is_last = stage, last, last == place.index
+        #: by tensor, the devices that use it
+        self.used = devices_of(users)
+        owners = {p: self.used.get(p, [0])[0] for p in params}
+        self.owned = {p for p in params if owners[p] == place.index}
+        self.ties = TiedGradients(place.collective, params, self.used)
+
+
+def open_stages(
+    graph: LayerGraph,
+    firsts: Sequence[int],
+    place: Replica,
+    params: Sequence[Tensor],
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    in_loss: Iterable[Tensor] = (),
+) -> OpenStage:
+    """Cut a model before the layers `firsts`, and connect the devices. `in_loss`: parameters of the
+    loss, which the last device uses. Collective."""
+    parts, count = cut(graph, firsts), place.count
+    last = (len(parts) - 1) % count
+    users: list[set[Tensor]] = [set() for _ in range(count)]
+    for part in parts:
+        users[part.index % count] |= tensors_of(graph, part)
+    users[last] |= set(in_loss)
+    channels = StageChannels(parts, count, place.collective)
+    stage = Stage(graph, parts, place.index, channels, autocast, place.device)
+    return OpenStage(stage, users, last, place, params)
 
 
 class TiedGradients:

@@ -70,7 +70,7 @@ class Stage:
     ) -> None:
         """`place`: where its layers lie; None: on the CPU."""
         self._autocast, self._place = autocast, place or torch.device("cpu")
-        self._parts, self._channels, self._last = parts, channels, len(parts) - 1
+        self.parts, self._channels, self._last = parts, channels, len(parts) - 1
         self._programs: dict[int, fx.GraphModule] = {
             part.index: program(graph, part, last=part.index == self._last)
             for part in parts
@@ -101,9 +101,9 @@ class Stage:
         for kind, part, m in ops:
             if kind == "F":
                 with self._autocast():
-                    self._forward(self._parts[part], m, inputs[m], seeds[m], judge)
+                    self._forward(self.parts[part], m, inputs[m], seeds[m], judge)
             else:
-                self._backward(self._parts[part], m)
+                self._backward(self.parts[part], m)
         self.gradients.settle()
 
     def _forward(self, part: StagePart, m: int, inputs: Inputs, seed: int, judge: Judge) -> None:

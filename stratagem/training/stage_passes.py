@@ -27,10 +27,10 @@ from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.loop_process import Mode
-from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of, refuse_strays
+from stratagem.training.mesh_grid import MeshGrid, TiedGradients, open_stages, refuse_strays
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
-from stratagem.training.stage import Kept, Stage, StageChannels, cut, tensors_of
+from stratagem.training.stage import Kept, Stage
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
@@ -117,7 +117,7 @@ class StagePasses(LedLoop):
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
         """Trace, measure and cut; the first process has a batch at hand."""
-        mode, place, several = Mode(**told), self._grid.place, self._grid.count > 1
+        mode, place, several = Mode(**told), self._grid.place, self._grid.has_rows
         count = place.count
         self._become(mode)
         graph = trace(self._model, dict.fromkeys(mode.names))
@@ -128,23 +128,18 @@ class StagePasses(LedLoop):
         if agreed is None:
             return  # the batch is at fault, and the first process says so
         microbatches, firsts = agreed
-        parts = cut(graph, firsts)
-        users: list[set[Tensor]] = [set() for _ in range(count)]
-        for part in parts:
-            users[part.index % count] |= tensors_of(graph, part)
-        used = devices_of(users)
-        lasts = self._grid.ranks((len(parts) - 1) % count)
+        opened = open_stages(graph, firsts, place, self._params, self._cast)
+        lasts = self._grid.ranks(opened.last)
         ends = [(last, 0) for last in lasts] + [(0, last) for last in lasts]
         whole = open_channels(self._collective, ends, 1)
-        channels = StageChannels(parts, count, place.collective)
-        others = (part for part in parts if part.index % count or several)
+        others = (part for part in opened.stage.parts if part.index % count or several)
         split = StageSplit(
             mode,
-            Stage(graph, parts, place.index, channels, self._cast),
+            opened.stage,
             microbatches,
             {given for part in others for given in part.inputs},
-            [i for i, p in enumerate(self._params) if used.get(p, [0])[0] == place.index],
-            TiedGradients(place.collective, self._params, used),
+            [i for i, p in enumerate(self._params) if p in opened.owned],
+            opened.ties,
             whole[: len(lasts)],
             whole[len(lasts) :],
             self._draws,
@@ -155,8 +150,10 @@ class StagePasses(LedLoop):
         if self._state is None:
             self._stepped = [] if self._grid.row else split.owned
             self._own()
-        ranks = {t: [r for s in stages for r in self._grid.ranks(s)] for t, stages in used.items()}
-        self._shared.own(ranks)
+        stages_of = opened.used.items()
+        self._shared.own(
+            {t: [r for s in used for r in self._grid.ranks(s)] for t, used in stages_of}
+        )
         self._shared.leave_home()
 
     def _agreed(self, graph: LayerGraph, x: dict[str, Any] | None) -> list[Any] | None:
