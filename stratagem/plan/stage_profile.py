@@ -77,11 +77,11 @@ class _TimedStage(Stage):
 class _TimedColumns(ColumnStage):
     clock: _Clock
 
-    def _chunk(self, k: int) -> None:
-        self.clock.time("F", super()._chunk, k)
+    def _forward_chunk(self, *args: Any) -> None:
+        self.clock.time("F", super()._forward_chunk, *args)
 
-    def _back(self, *args: Any) -> None:
-        self.clock.time("B", super()._back, *args)
+    def _backward_chunk(self, *args: Any) -> None:
+        self.clock.time("B", super()._backward_chunk, *args)
 
 
 def _judge(m: int, output: Any) -> Tensor:
