@@ -1,4 +1,4 @@
-"""A batch in microbatches, and what comes of them on the last device of a pipeline."""
+"""Microbatches of a batch, and their losses and outputs on the last device of a pipeline."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class MicroBatches:
 
     @cached_property
     def _divisor(self) -> float:
-        """What one device divides the sum over the rows of the batch by."""
+        """The denominator of the whole batch's loss on one device."""
         loss, whole = self._recipe.loss, self._whole
         if isinstance(loss, CountedLoss) and whole.weight is None:
             return loss.count(whole.y)
         return float(whole.total)
 
     def judge(self, m: int, output: Any) -> Tensor:
-        """The part of the batch's loss that a microbatch makes."""
+        """A microbatch's part of the batch's loss."""
         recipe, (start, end) = self._recipe, self._cuts[m]
         _, y, weight = self._piece(m)
         output = output if end - start > 1 else with_row(output, y)
@@ -61,8 +61,7 @@ class MicroBatches:
         return numerator / (scale * recipe.accumulate)
 
     def loss(self) -> float:
-        """The part of the batch's loss that these rows make; NaN where no row counts, as on one
-        device."""
+        """These rows' part of the batch's loss; NaN if no row counts, as on one device."""
         if not self._numerators:
             return 0.0
         total = float(torch.stack(self._numerators).double().sum())

@@ -1,9 +1,9 @@
 """A training step through the stages of a pipeline, with the result of one device.
 
-Every device has the whole batch and runs its own layers on one microbatch after another. The whole
-model lies in shared memory; between machines each has its own part (state/parted_model.py). The
-loss of a batch is divided by what one device divides it by, so microbatches need not be of one
-size. Each device steps the optimizer on its own parameters.
+Every device has the whole batch, or its row's share (training/mesh_grid.py), and runs its own
+layers on one microbatch after another. The model lies in shared memory; between machines each has
+its own part (state/parted_model.py). The loss is divided by the whole batch's denominator, so
+microbatches may differ in size. Each device steps the optimizer on its own parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stratagem.training.stage_plan import (
 )
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
-#: settings, rows, the modes of its parts and the layers that a model was measured for
+#: settings, rows, modes of modules and names of layers that a plan was made for
 _PlanKey = tuple[Pipeline, int, tuple[bool, ...], tuple[str, ...]]
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
     weakref.WeakKeyDictionary()
@@ -78,7 +78,7 @@ def check(job: Fit, devices: int) -> None:
 
 
 class Staged(OneDevice):
-    """One device of a pipeline, or of one row of pipelines (training/mesh_grid.py)."""
+    """One device of a pipeline, or of one row of several."""
 
     def __init__(self, training: Training, replica: Replica) -> None:
         module, optimizer, _, settings = training
@@ -95,7 +95,7 @@ class Staged(OneDevice):
         self._microbatches = 1
         self._modes: list[int] = []
 
-    # --- coming together --------------------------------------------------------------------
+    # --- set-up -----------------------------------------------------------------------------
 
     def _begin(self, batch: Portion) -> OpenStage:
         """Trace, measure and split, with the first batch at hand. Collective."""
@@ -158,7 +158,7 @@ class Staged(OneDevice):
     # --- one step ---------------------------------------------------------------------------
 
     def here(self, portion: Portion) -> Portion:
-        """The same rows on this device."""
+        """The portion, moved to this device."""
         if not self._elsewhere:
             return portion
         x, y, weight = to_device((portion.x, portion.y, portion.weight), self.device)
@@ -167,7 +167,7 @@ class Staged(OneDevice):
     def take(self, portion: Portion, last: bool) -> None:
         batch = self.here(portion)
         modes = [*(part.training for part in self.module.modules()), self.followed()]
-        if self._opened is None or modes != self._modes:  # a forward is traced as it is now
+        if self._opened is None or modes != self._modes:  # the trace holds for these modes
             if self._opened is not None:  # another cut may give a device what it did not own
                 self.bring_home()
                 setup.align_state(self.optimizer, self.replica)
@@ -220,15 +220,15 @@ class Staged(OneDevice):
         return float(sum(found))
 
     def _clip(self, norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, by the norm over all devices."""
+        """torch.nn.utils.clip_grad_norm_ with the norm over all devices."""
         limit = self.recipe.clip_norm
         assert limit is not None
-        if not norm <= limit:  # or it is no number, and then nothing is
+        if not norm <= limit:  # also if it is NaN
             for param in self._owned:
                 if param.grad is not None:
                     param.grad.mul_(limit / (norm + 1e-6))
 
-    # --- coming apart -----------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------
 
     def take_back(self) -> None:
         self._home.take_back()
@@ -246,7 +246,7 @@ class Staged(OneDevice):
 
 
 def in_order(names: Sequence[str], x: Any) -> list[Any]:
-    """What a batch gives the model, as its arguments."""
+    """The inputs in a batch, as a list of arguments."""
     if isinstance(x, dict):
         return [x[name] for name in names]
     several = isinstance(x, list | tuple) and not hasattr(x, "_fields")

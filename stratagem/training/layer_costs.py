@@ -1,8 +1,8 @@
-"""What each layer costs, measured in the run: seconds, parameters, activations, what crosses.
+"""The cost of each layer, measured: seconds, and bytes of parameters, activations and outputs.
 
-Layers run one after another on rows of the first batch, each with a graph of its own, so that never
-more than one layer's gradients are there. Of layers that are alike the fastest counts for all: what
-another one took longer was other work on the machine, and an even split should not depend on it.
+Layers run one after another on rows of the first batch, each with a graph of its own, so that only
+one layer's gradients exist at a time. Equal layers all get the time of the fastest one: the rest
+was other work on the machine, and the split should not depend on it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ STATES = 3
 
 
 class _Once(NamedTuple):
-    """One layer in one round: seconds in all, of the forward and of what is put off; bytes kept,
-    and handed over; what it is, unless that is only itself."""
+    """One layer in one round: seconds in all, of the forward and of deferred weight gradients;
+    bytes kept for backward, and sent to later layers; its kind, empty if unknown."""
 
     seconds: float
     forward: float
@@ -39,7 +39,7 @@ class _Once(NamedTuple):
     crossing: int
 
 
-#: the fastest of layers that are alike, by what they are, and whether their inputs have a gradient
+#: the fastest of equal layers, by their kind and whether their inputs require a gradient
 _Alike = dict[tuple[str, bool], _Once]
 
 
@@ -59,20 +59,19 @@ class LayerMeter:
         self._places = {node: i for i, node in enumerate(graph.inputs)}
         held = [*graph.module.parameters(), *graph.module.buffers()]
         self._place = held[0].device if held else torch.device("cpu")
-        # of a processor only the time that this thread had it: an even split must not depend on
-        # what else runs
+        # on a CPU the thread's own time: the split must not depend on other work
         self._clock = time.thread_time if self._place.type == "cpu" else time.perf_counter
 
     def measure(self, inputs: Sequence[Any]) -> list[LayerCost]:
-        """The cost of each layer; the fastest of a few rounds counts."""
+        """The cost of each layer, the fastest of a few rounds."""
         module = self._graph.module
         held = list(dict.fromkeys(module.buffers()))
-        before, dice = [b.clone() for b in held], torch.get_rng_state()
+        before, rng = [b.clone() for b in held], torch.get_rng_state()
         grads = [(p, p.grad) for p in module.parameters()]
         try:
             rounds = [self._round(inputs) for _ in range(_ROUNDS)]
         finally:
-            torch.set_rng_state(dice)
+            torch.set_rng_state(rng)
             with torch.no_grad():
                 for buffer, value in zip(held, before, strict=True):
                     buffer.copy_(value)
@@ -113,8 +112,8 @@ class LayerMeter:
     def _layer(
         self, layer: Layer, inputs: Sequence[Any], values: dict[fx.Node, Any]
     ) -> tuple[float, float, float, int, tuple[str, bool]]:
-        """Seconds in all, of the forward and of what is put off, bytes that its graph keeps, and
-        what it is; values become leaves."""
+        """Run one layer forward and backward; returns the fields of `_Once` but `crossing`. Values
+        become leaves."""
         known: dict[fx.Node, Any] = {}
 
         def get(node: fx.Node) -> Any:
@@ -141,13 +140,12 @@ class LayerMeter:
         for param in self._graph.module.parameters():
             param.grad = None
         values.update((node, with_tensors(known[node], Tensor.detach)) for node in layer.nodes)
-        late = (seconds - forward) * self._put_off(layer, get)
+        late = (seconds - forward) * self._deferred(layer, get)
         return seconds, forward, late, sum(kept), self._like(layer, get)
 
     def _like(self, layer: Layer, get: Any) -> tuple[str, bool]:
-        """The same text for layers that cost the same: torch's own, with the same sizes and inputs
-        of one shape. Empty where that is not known. And whether inputs have a gradient: it costs
-        no less then."""
+        """A text that is the same for torch's own layers of the same sizes and input shapes, else
+        empty; and whether inputs require a gradient, which can only cost more."""
         texts, behind = [], False
         for node in layer.nodes:
             if node.op != "call_module":
@@ -161,8 +159,8 @@ class LayerMeter:
             behind |= any(v.requires_grad for v in given)
         return "; ".join(texts), behind
 
-    def _put_off(self, layer: Layer, get: Any) -> float:
-        """The part of a backward that is the product for a weight (`AddedGradients`)."""
+    def _deferred(self, layer: Layer, get: Any) -> float:
+        """The fraction of a backward that is a deferred weight gradient (`AddedGradients`)."""
         for node in layer.nodes:
             called = node.op == "call_module"
             inner = self._graph.module.get_submodule(str(node.target)) if called else None
@@ -174,7 +172,7 @@ class LayerMeter:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """A value of an earlier layer, as the beginning of this layer's graph."""
+    """A value of an earlier layer, as the start of this layer's graph."""
     return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 

@@ -31,14 +31,14 @@ from stratagem.wire.tree_channel import TreeChannel, open_channels
 
 
 class MeshGrid:
-    """The place of one replica. Made collectively; one row is the pipeline itself."""
+    """The place of one replica in the rows; a plain pipeline is one row. Made collectively."""
 
     def __init__(self, replica: Replica, count: int) -> None:
         self.everybody, self.count = replica.collective, count
         stages = replica.count // count
         self.row, stage = divmod(replica.index, stages)
         replica.stage = stage
-        #: among the stages of its row
+        #: this replica among the stages of its row
         self.place = replica
         self._column: Collective | None = None
         self._scratch: SharedScratch | None = None
@@ -58,31 +58,31 @@ class MeshGrid:
         return self.count > 1
 
     def share(self, total: int) -> tuple[int, int]:
-        """Where the rows of a batch begin and end that this row takes."""
+        """First and one-past-last example of the share of a batch that this row takes."""
         return share(total, self.count, self.row)
 
     def ranks(self, stage: int) -> list[int]:
-        """Of this stage in every row."""
+        """The replicas that have this stage, one in each row."""
         return [row * self.place.count + stage for row in range(self.count)]
 
-    def own(self, told: Sequence[Any]) -> Sequence[Any]:
-        """Of what everybody told: what the stages of this row did."""
+    def own(self, gathered: Sequence[Any]) -> Sequence[Any]:
+        """The part of a gathered list that is from the stages of this row."""
         first = self.row * self.place.count
-        return told[first : first + self.place.count]
+        return gathered[first : first + self.place.count]
 
     def add_up(self, params: Iterable[Tensor]) -> None:
-        """Have every row the sum of all rows' gradients."""
+        """All-reduce gradients over the rows."""
         if self._column is None:
             return
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for param in params:
             if param.requires_grad:
                 by_type.setdefault(param.dtype, []).append(param)
-        for alike in by_type.values():
-            self._add_up(self._column, alike)
+        for group in by_type.values():
+            self._add_up(self._column, group)
 
     def _add_up(self, column: Collective, params: list[Tensor]) -> None:
-        """Gradients of one type; one that no row has stays away, as on one device."""
+        """Gradients of one type; a parameter without gradient on all rows keeps none."""
         grads = [p.grad for p in params]
         has = [float(grad is not None) for grad in grads]
         flat = [
@@ -90,13 +90,13 @@ class MeshGrid:
             for p, grad in zip(params, grads, strict=True)
         ]
         sizes = [p.numel() for p in params]
-        told = torch.cat([*(grad.reshape(-1) for grad in flat), flat[0].new_tensor(has)])
+        summed = torch.cat([*(grad.reshape(-1) for grad in flat), flat[0].new_tensor(has)])
         if self._scratch is not None:
-            told = self._scratch.sum(told)
+            summed = self._scratch.sum(summed)
         else:
-            column.all_reduce(told).wait()
-        *sums, there = torch.split(told, [*sizes, len(params)])
-        for param, total, count in zip(params, sums, there.tolist(), strict=True):
+            column.all_reduce(summed).wait()
+        *sums, counts = torch.split(summed, [*sizes, len(params)])
+        for param, total, count in zip(params, sums, counts.tolist(), strict=True):
             param.grad = total.view(param.shape) if count else None
 
 
@@ -106,7 +106,7 @@ class MeshGrid:
 
 
 def devices_of(users: Sequence[Iterable[Tensor]]) -> dict[Tensor, list[int]]:
-    """By tensor, the devices that use it, of what each device uses."""
+    """By tensor, the devices that use it; `users` has the tensors of each device."""
     used: dict[Tensor, list[int]] = {}
     for device, tensors in enumerate(users):
         for tensor in tensors:
@@ -156,7 +156,7 @@ def open_stages(
 
 
 class TiedGradients:
-    """Channels from those that use a parameter to its owner. Made collectively."""
+    """Channels for gradients of shared parameters, from users to owners. Made collectively."""
 
     def __init__(
         self,
@@ -170,12 +170,12 @@ class TiedGradients:
         self._ties: list[tuple[TreeChannel, list[Tensor]]] = []
         for channel in open_channels(collective, pairs, 2):
             user, owner = channel.sender, channel.receiver
-            theirs = [p for p, users in tied if users[0] == owner and user in users]
+            shared = [p for p, users in tied if users[0] == owner and user in users]
             if self._rank in (user, owner):
-                self._ties.append((channel, theirs))
+                self._ties.append((channel, shared))
 
     def send(self) -> None:
-        """Have every owner add up what the others have."""
+        """Send gradients to the owners, which add them up."""
         for channel, params in self._ties:
             if channel.sender == self._rank:
                 channel.post([p.grad for p in params])

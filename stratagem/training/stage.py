@@ -1,8 +1,8 @@
 """One device of a pipeline: microbatches forward and backward through its parts.
 
-A value that is received is a leaf of this device's graph; its gradient goes back to where it came
-from. Every message forward is answered by one backward, also where there is nothing to say, so that
-channels stay in step.
+A received value is a leaf of this device's graph; its gradient goes back to the sender. Every
+forward message is answered by one backward message, even an empty one, so that channels stay in
+step.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from stratagem.wire.collective import Collective
 from stratagem.wire.device_kinds import seed_gpu_in_use
 from stratagem.wire.tree_channel import open_channels
 
-#: the inputs of one microbatch, by their place
+#: the inputs of one microbatch, in order
 Inputs = Sequence[Any]
-#: makes the loss of a microbatch's output, to begin the backward with
+#: computes the loss of a microbatch from its index and output
 Judge = Callable[[int, Any], Tensor]
 
 
 @dataclass
 class Kept:
-    """What a microbatch leaves until its backward."""
+    """What a microbatch keeps until its backward."""
 
-    #: by the part that they came from
+    #: received tensors, by the part that sent them
     leaves: dict[int, list[Tensor]]
-    #: by the part that they went to
+    #: sent tensors, by the part that received them
     sent: dict[int, list[Tensor]]
     loss: Tensor | None
 
@@ -68,7 +68,7 @@ class Stage:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         place: torch.device | None = None,
     ) -> None:
-        """`place`: where its layers lie; None: on the CPU."""
+        """`place`: the device of its layers; None: the CPU."""
         self._autocast, self._place = autocast, place or torch.device("cpu")
         self.parts, self._channels, self._last = parts, channels, len(parts) - 1
         self._programs: dict[int, fx.GraphModule] = {
@@ -81,15 +81,15 @@ class Stage:
         held = (module for each in self._programs.values() for module in each.modules())
         layers = (module for module in held if not isinstance(module, fx.GraphModule))
         self.gradients = AddedGradients(layers)
-        #: writes an error down that is to end a pass and not this process; None: all errors do
+        #: records an error that ends a pass but not this process; None: errors are raised
         self.notes: Callable[[Exception], Any] | None = None
-        #: what was written, here or in a part before; such a pass computes nothing any more
+        #: the record of an error, here or in an earlier part; the pass then computes nothing more
         self.failure: Any = None
 
     def run(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
-        """One batch: `inputs` and `seeds` of each microbatch; seeds matter to the first part."""
+        """One batch: `inputs` and `seeds` of each microbatch; the first part uses the seeds."""
         self.kept = {}
         self.gradients.forget()
         self.play(ops, inputs, seeds, judge)
@@ -97,7 +97,7 @@ class Stage:
     def play(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
-        """Some operations of a batch; those before them have left what they `kept`."""
+        """Run some operations of a batch; `kept` holds the results of the earlier ones."""
         for kind, part, m in ops:
             if kind == "F":
                 with self._autocast():
@@ -111,13 +111,13 @@ class Stage:
         received: list[Any] = []
         for source in part.receives:
             channel = self._channels.forward[source, part.index]
-            told = channel.take()
-            self.failure = self.failure or told.get("failure")
+            message = channel.take()
+            self.failure = self.failure or message.get("failure")
             if self.failure is None:
                 leaves[source] = []
-                enter = partial(self._enter, iter(told["trained"]), leaves[source])
-                received += with_tensors(told["values"], enter)
-                seed = told["seed"]
+                enter = partial(self._enter, iter(message["trained"]), leaves[source])
+                received += with_tensors(message["values"], enter)
+                seed = message["seed"]
             channel.release()
         found = self._computed(part, seed, inputs, received)
         if self.failure is not None:
@@ -137,7 +137,7 @@ class Stage:
         self.kept[part.index, m] = Kept(leaves, sent, loss)
 
     def _computed(self, part: StagePart, seed: int, inputs: Inputs, received: Sequence[Any]) -> Any:
-        """What its layers make of this, unless the pass has failed."""
+        """The outputs of a part's layers; None if the pass has failed."""
         try:
             if self.failure is None:
                 with self.gradients.forward():
@@ -166,8 +166,7 @@ class Stage:
         if roots:
             torch.autograd.backward(roots, gradients)
         for source, leaves in kept.leaves.items():
-            told = [leaf.grad for leaf in leaves]
-            self._channels.backward[part.index, source].post(told)
+            self._channels.backward[part.index, source].post([leaf.grad for leaf in leaves])
 
     def _enter(self, trained: Iterator[bool], leaves: list[Tensor], tensor: Tensor) -> Tensor:
         """A copy of a message's tensor; a trained one begins a graph."""
@@ -180,27 +179,27 @@ class Stage:
 
 # --- a model cut into parts -----------------------------------------------------------------------
 #
-# A value that a later part needs, also one over the next part, goes straight from where it is made
-# to where it is used, by its name. Inputs of the model are known to every part. Parameters that
-# several parts use stay one: the first device that uses it owns it.
+# A value goes straight from the part that computes it to the parts that use it, by its name. Every
+# part has the inputs of the model. A parameter that several parts use is owned by the first device
+# that uses it.
 
 
 @dataclass
 class StagePart:
-    """Some neighbouring layers; names are those of values in the graph."""
+    """Some consecutive layers; names are those of values in the graph."""
 
     index: int
     layers: list[int] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
-    #: the inputs of the model that it uses, by their place
+    #: indices of the model's inputs that it uses
     inputs: list[int] = field(default_factory=list)
-    #: by the part that they come from, or go to
+    #: names of values, by the part that sends or receives them
     receives: dict[int, list[str]] = field(default_factory=dict)
     sends: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def sent(self) -> list[str]:
-        """Everything that it hands on, once."""
+        """The names of all values that it sends, each once."""
         return list(dict.fromkeys(name for names in self.sends.values() for name in names))
 
 
@@ -228,7 +227,7 @@ def cut(graph: LayerGraph, firsts: Sequence[int]) -> list[StagePart]:
                 if value.name not in come:
                     come.append(value.name)
                     parts[home[value]].sends.setdefault(to.index, []).append(value.name)
-    for before, after in pairwise(parts):  # the seed goes along
+    for before, after in pairwise(parts):  # every part sends the seed to the next one
         before.sends.setdefault(after.index, [])
         after.receives.setdefault(before.index, [])
     for part in parts:
@@ -238,7 +237,7 @@ def cut(graph: LayerGraph, firsts: Sequence[int]) -> list[StagePart]:
 
 
 def reseed(seed: int, layer: int) -> None:
-    """Random numbers of a layer follow from those of the microbatch, wherever it is cut."""
+    """Seed a layer from the microbatch's seed: random numbers do not depend on the split."""
     number = mixed(seed, layer)
     torch.default_generator.manual_seed(number)
     seed_gpu_in_use(number)

@@ -1,4 +1,4 @@
-"""A model of which each process computes a part, made of its layers and a plan."""
+"""Builds the program of one process from a model's layers and a plan that divides them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stratagem.wire.shared_scratch import SharedScratch
 
 
 class OwnParts:
-    """The parts of parameters that one process has: a leaf of the graph for each."""
+    """The parts of parameters that one process has, each a leaf of the graph."""
 
     def __init__(self, plan: TensorPlan, params: Sequence[nn.Parameter], rank: int, count: int):
         self._divided, self._rank = plan.divided, rank
@@ -46,7 +46,7 @@ class OwnParts:
                 self.own.append(OwnPart(param, None, param, True))
 
     def of(self, tensor: Tensor | None) -> Tensor | None:
-        """What this process computes with."""
+        """The part of a tensor that this process computes with, or the tensor if it is whole."""
         if tensor is None:
             return None
         if tensor in self._leaves:
@@ -63,7 +63,7 @@ class _Builder:
         self.made = fx.Graph()
         self.held: dict[str, Any] = {}
         self._known: dict[fx.Node, fx.Node] = {}
-        #: whole values of divided ones, and those on their way into divided layers
+        #: gathered values, and values that have passed `Enter`
         self._whole: dict[fx.Node, fx.Node] = {}
         self._entered: dict[fx.Node, fx.Node] = {}
 
@@ -160,12 +160,12 @@ def _dropout(module: nn.Module, node: fx.Node) -> tuple[float, Callable[[], bool
 def divided_program(
     graph: LayerGraph, plan: TensorPlan, parts: OwnParts, group: SharedScratch
 ) -> fx.GraphModule:
-    """The model as a module of its inputs, of which this process computes its part."""
+    """The model as a module of its inputs, which computes this process' part."""
     return _Builder(graph, plan, parts, group).build()
 
 
 def table(graph: LayerGraph, plan: TensorPlan, count: int) -> str:
-    """The plan, a line for each layer with parameters: how it is divided, and what crosses."""
+    """The plan, a line for each layer with parameters: how it is divided, and what is exchanged."""
     lines = [("layer", "divided by", "MB a device", "crosses")]
     gathered = gathered_layers(graph, plan)
     seen: set[str] = set()
@@ -204,7 +204,7 @@ def _word(layer: nn.Module, use: Use) -> str:
 
 
 def _crossing(layer: nn.Module, use: Use, gathered: bool) -> str:
-    """What travels forward, and behind the comma backward."""
+    """The exchanges in forward, and after the comma in backward."""
     attends = isinstance(layer, nn.MultiheadAttention)
     words = []
     if use.how == "rows" or (attends and use.how == "columns"):
@@ -217,7 +217,7 @@ def _crossing(layer: nn.Module, use: Use, gathered: bool) -> str:
 
 
 def gathered_layers(graph: LayerGraph, plan: TensorPlan) -> set[fx.Node]:
-    """Layers whose divided output somebody needs whole."""
+    """Layers whose divided output is used whole."""
     found: set[fx.Node] = set()
     for node in graph.graph.nodes:
         use = plan.uses.get(node, Use())
@@ -238,7 +238,7 @@ def _encoder_layer(
     src_key_padding_mask: Any = None,
     is_causal: Any = False,
 ) -> Any:
-    """What an nn.TransformerEncoderLayer does in training."""
+    """What an nn.TransformerEncoderLayer computes in training."""
 
     def attend(x: Any) -> Any:
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}

@@ -1,4 +1,4 @@
-"""Replicas that all-reduce, and may be killed, cut off and join while the others go on.
+"""Elastic all-reduce in virtual time: replicas are killed, cut off and join in mid-training.
 
     step 41            step 42                 step 42 again
     ├──────────────────┼────── x               ├────────────────────┤   worker 2 is killed at x:
@@ -32,12 +32,12 @@ from stratagem.plan.simulation.scenario import (
 from stratagem.rules.stats import Stats
 from stratagem.training.elastic import Again, Elastic, Tries
 
-#: when, which worker, whether it joins
+#: time, worker, and whether it joins (or leaves)
 _Change = tuple[float, int, bool]
 
 
 class ElasticRing(SimulatedRing):
-    """All of one simulated job whose replicas leave and join."""
+    """A simulated job whose replicas leave and join."""
 
     def __init__(self, scenario: Scenario, *, trace: bool = False) -> None:
         super().__init__(scenario, trace=trace)
@@ -52,7 +52,7 @@ class ElasticRing(SimulatedRing):
         self._given_up = 0
 
     def run(self) -> SimulatedRun:
-        """Run step after step, and those again that somebody has left or joined."""
+        """Run step after step; a step during which a replica leaves or joins is done again."""
         scenario, now, compute = self.scenario, 0.0, self.computing()
         self._come_together()
         while len(self._updates) < scenario.steps:
@@ -73,7 +73,7 @@ class ElasticRing(SimulatedRing):
         return self._told(self._updates, now, "")
 
     def _change(self, now: float) -> tuple[float, str]:
-        """One leaves or joins; when the next step begins, or why none does."""
+        """A replica leaves or joins; returns when the next step begins, or why none does."""
         at, worker, joins = self._changes.popleft()
         now = max(now, at)
         if self._traces:
@@ -94,7 +94,7 @@ class ElasticRing(SimulatedRing):
         return after(now, self._how.seconds + moved, self._silences), ""
 
     def _come_together(self) -> None:
-        """What a step costs those who are here."""
+        """Compute a step's costs for the present replicas."""
         now = replace(self.scenario, workers=len(self._present), slow={}, faults=())
         work, here = self.scenario.work, self._present
         self._costs = [carried(now, work.push * part) for part, _ in work.buckets]
@@ -104,7 +104,7 @@ class ElasticRing(SimulatedRing):
         )
 
     def _comings_and_goings(self) -> list[_Change]:
-        """Who is away from when to when, in order of time."""
+        """The departures and arrivals of all replicas, in order of time."""
         away: dict[int, list[Pause]] = {}
         for worker, silences in self._silent.items():
             for begin, until in silences:
@@ -130,7 +130,7 @@ class ElasticRing(SimulatedRing):
 
 
 def _shorter(silent: dict[int, list[Pause]], patience: float) -> dict[int, list[Pause]]:
-    """For how long the others wait for one that is silent."""
+    """The times for which replicas wait for a silent one: `patience` at most."""
     return {
         worker: [(begin, min(until, begin + patience)) for begin, until in found]
         for worker, found in silent.items()

@@ -26,7 +26,7 @@ from stratagem.wire.simulated import Topology
 
 @dataclass(frozen=True)
 class Kill:
-    """A worker's process ends; `back` seconds later another takes its place, or nobody does."""
+    """A worker's process ends; `back` seconds later a new one takes its place (None: never)."""
 
     worker: int
     at: float
@@ -60,7 +60,7 @@ class ServerDeath:
 
 
 Fault = Kill | Stall | Cut | ServerDeath
-#: from when to when
+#: begin and end
 Pause = tuple[float, float]
 
 
@@ -88,7 +88,7 @@ def after(start: float, seconds: float, pauses: Sequence[Pause]) -> float:
 
 
 def _check_faults(faults: tuple[Fault, ...], workers: int, servers: int) -> None:
-    """Refuse what cannot happen."""
+    """Refuse faults that cannot happen."""
     for fault in faults:
         number, kind, limit = (
             (fault.server, "server", servers)
@@ -190,7 +190,7 @@ class Overhead:
 
     @property
     def none(self) -> bool:
-        """Whether nothing costs anything."""
+        """Whether messages cost nothing."""
         return not any(vars(self).values())
 
 
@@ -285,7 +285,7 @@ class Scenario:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The part of the bytes that each server keeps."""
+        """Each server's share of the bytes."""
         whole = sum(self.shards)
         if whole:
             return tuple(shard / whole for shard in self.shards)
@@ -301,7 +301,7 @@ class Scenario:
         return same and not self.topology.per_rack
 
 
-#: one thing that happened: when, what, to which worker, and the numbers of it
+#: an event of the trace: time, kind, worker, and numbers
 Event = tuple[float, str, int, tuple[Any, ...]]
 
 
