@@ -174,6 +174,13 @@ def map_parts(function: Callable[[Any], Any], tree: Any) -> Any:
     return tree
 
 
+def with_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same tree with `change(tensor)` in place of every tensor."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    return map_parts(lambda part: with_tensors(part, change), tree)
+
+
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors of a tree, in order."""
     if isinstance(tree, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A training step of which every process computes a part of each layer, on all rows."""
+"""The training step of tensor parallelism: each process computes a part of every layer."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Divided(OneDevice):
         self._modes: list[int] = []
         self._loss = 0.0
         if not replica.leads:
-            self.take_in = _nothing  # all have the same outputs, and metrics are added up
+            self.take_in = _nothing  # outputs are the same everywhere, and metrics are summed
 
-    # --- coming together ----------------------------------------------------------------------
+    # --- set-up -------------------------------------------------------------------------------
 
     def _begin(self, portion: Portion) -> None:
         """Trace, plan and divide, with the first batch at hand. Collective."""
@@ -85,22 +85,22 @@ class Divided(OneDevice):
         self._run, self._parts, self._statistics = model.run, model.parts, model.statistics
         self._params = list(dict.fromkeys([*self._whole, *(p.leaf for p in self._parts.own)]))
         self._update = DividedUpdate(self.optimizer, self._parts.own, self._collective)
-        self._collective.forget_mail()  # in which the whole model has come
+        self._collective.forget_mail()  # free the memory of the whole model's messages
 
     # --- one step -----------------------------------------------------------------------------
 
     def take(self, portion: Portion, last: bool) -> None:
         modes = [*(part.training for part in self.module.modules()), self.followed()]
-        if self._update is None or modes != self._modes:  # a forward is traced as it is now
+        if self._update is None or modes != self._modes:  # the trace holds for these modes
             if self._update is not None:
                 self._let_go()
                 setup.align_state(self.optimizer, self.replica)
             self._begin(portion)
             self._modes = modes
-        dice = torch.get_rng_state()  # all draw what the first one draws, as one device does
-        self._collective.broadcast(dice)
+        rng = torch.get_rng_state()  # all use the first one's random numbers
+        self._collective.broadcast(rng)
         if not self.replica.leads:
-            torch.set_rng_state(dice)
+            torch.set_rng_state(rng)
         super().take(portion, last)
 
     def backward(self, loss: Tensor) -> None:
@@ -108,7 +108,7 @@ class Divided(OneDevice):
         super().backward(loss)
 
     def update(self) -> None:
-        """Clip by the norm of everybody's parts, step, and wait until everybody has."""
+        """Clip by the norm over all processes, step, and wait until all have."""
         assert self._parts is not None and self._update is not None
         self._take_direct_gradients(self._parts)
         leaves = [part.leaf for part in self._parts.own if part.leaf.grad is not None]
@@ -116,28 +116,28 @@ class Divided(OneDevice):
         if self.recipe.clip_norm is not None:
             squares = (p.grad.double().square().sum() for p in leaves if p.grad is not None)
             square = sum(map(float, squares))
-        told = gather_tree(self._collective, [self._loss, self._group.seen, square])
+        gathered = gather_tree(self._collective, [self._loss, self._group.seen, square])
         self._group.seen = 0.0
-        check_alike([loss for loss, *_ in told])
-        check_alike([seen for _, seen, _ in told])
-        self._clip(leaves, math.sqrt(sum(square for *_, square in told)))
+        check_alike([loss for loss, *_ in gathered])
+        check_alike([seen for _, seen, _ in gathered])
+        self._clip(leaves, math.sqrt(sum(square for *_, square in gathered)))
         self._update.step()
         self.forget_gradients()
 
     def _take_direct_gradients(self, parts: OwnParts) -> None:
-        """Add what reached a divided parameter past its layer, as a penalty in the loss does; all
-        processes have computed all of it."""
+        """Add the gradient that a divided parameter got outside its layer, as from a penalty in the
+        loss; every process has computed all of it."""
         for part in parts.own:
             if part.division is not None and part.param.grad is not None:
                 more = part.division.part(part.param.grad.contiguous(), self.replica.index)
                 part.leaf.grad = more if part.leaf.grad is None else part.leaf.grad + more
 
     def _clip(self, leaves: list[nn.Parameter], norm: float) -> None:
-        """As torch's clip_grad_norm_ and clip_grad_value_, by the norm of the whole gradient."""
+        """torch's clip_grad_norm_ and clip_grad_value_ with the norm of the whole gradient."""
         limit, most = self.recipe.clip_norm, self.recipe.clip_value
         for leaf in leaves:
             assert leaf.grad is not None
-            if limit is not None and not norm <= limit:  # or it is no number, and then nothing is
+            if limit is not None and not norm <= limit:  # also if it is NaN
                 leaf.grad.mul_(limit / (norm + 1e-6))
             if most is not None:
                 leaf.grad.clamp_(-most, most)
@@ -146,7 +146,7 @@ class Divided(OneDevice):
         if self._update is not None:
             self._update.follow_settings()
 
-    # --- coming apart -------------------------------------------------------------------------
+    # --- end ----------------------------------------------------------------------------------
 
     def take_back(self) -> None:
         self._shared.take_back()

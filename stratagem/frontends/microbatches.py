@@ -1,4 +1,4 @@
-"""A batch in microbatches, and what comes of them on the last device of a pipeline."""
+"""Microbatches of a batch, and their losses and outputs on the last device of a pipeline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.data.shares import map_parts, rows, share
+from stratagem.data.shares import rows, share, with_tensors
 from stratagem.frontends.adapter import with_row
 from stratagem.frontends.losses import CountedLoss
 from stratagem.frontends.recipe import Recipe
@@ -18,12 +18,13 @@ from stratagem.frontends.sources import Portion
 
 
 class MicroBatches:
-    """A batch in pieces of nearly one size, and what came of them on the last device."""
+    """The rows of a batch that a pipeline takes, in microbatches of nearly one size."""
 
-    def __init__(self, portion: Portion, most: int, recipe: Recipe) -> None:
-        self._portion, self._recipe = portion, recipe
-        self.count = max(min(most, portion.total), 1)
-        self._cuts = [share(portion.total, self.count, m) for m in range(self.count)]
+    def __init__(self, whole: Portion, own: Portion, most: int, recipe: Recipe) -> None:
+        """`own`: the rows of the batch that this pipeline takes; a row of a mesh may have none."""
+        self._whole, self._portion, self._recipe = whole, own, recipe
+        self.count = max(min(most, own.total), int(own.total == whole.total))
+        self._cuts = [share(own.total, self.count, m) for m in range(self.count)]
         self._numerators: list[Tensor] = []
         self._outputs: list[Any] = []
 
@@ -40,14 +41,14 @@ class MicroBatches:
 
     @cached_property
     def _divisor(self) -> float:
-        """What one device divides the sum over the rows by."""
-        loss, portion = self._recipe.loss, self._portion
-        if isinstance(loss, CountedLoss) and portion.weight is None:
-            return loss.count(portion.y)
-        return float(portion.total)
+        """The denominator of the whole batch's loss on one device."""
+        loss, whole = self._recipe.loss, self._whole
+        if isinstance(loss, CountedLoss) and whole.weight is None:
+            return loss.count(whole.y)
+        return float(whole.total)
 
     def judge(self, m: int, output: Any) -> Tensor:
-        """The part of the batch's loss that a microbatch makes."""
+        """A microbatch's part of the batch's loss."""
         recipe, (start, end) = self._recipe, self._cuts[m]
         _, y, weight = self._piece(m)
         output = output if end - start > 1 else with_row(output, y)
@@ -55,12 +56,14 @@ class MicroBatches:
         self._numerators.append(numerator.detach())
         self._summed = denominator is None
         if recipe.metrics:
-            self._outputs.append(map_detached(output))
+            self._outputs.append(with_tensors(output, Tensor.detach))
         scale = 1.0 if denominator is None else self._divisor or 1.0
         return numerator / (scale * recipe.accumulate)
 
     def loss(self) -> float:
-        """Of the whole batch; where nothing counts it is no number, as on one device."""
+        """These rows' part of the batch's loss; NaN if no row counts, as on one device."""
+        if not self._numerators:
+            return 0.0
         total = float(torch.stack(self._numerators).double().sum())
         if self._summed:
             return total
@@ -70,8 +73,3 @@ class MicroBatches:
         if all(isinstance(each, Tensor) for each in self._outputs):
             return torch.cat(self._outputs)
         return reduce(joined, self._outputs)
-
-
-def map_detached(tree: Any) -> Any:
-    """The same without a graph."""
-    return tree.detach() if isinstance(tree, Tensor) else map_parts(map_detached, tree)

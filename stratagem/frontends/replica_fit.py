@@ -26,7 +26,7 @@ from stratagem.frontends.fit_journal import FitJournal
 from stratagem.frontends.loop import FitLoop
 from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion
-from stratagem.frontends.staged import MeshStaged, Staged
+from stratagem.frontends.staged import Staged
 from stratagem.frontends.step_choice import choose
 from stratagem.frontends.steps import OneDevice, Sliced
 from stratagem.state.change_tracker import requires_grad
@@ -136,8 +136,7 @@ class ReplicaSide:
         job, replica = self.job, self.replica
         form: Callable[..., OneDevice] = choose
         if replica.count > 1 and job.settings.one_copy:
-            rows = job.settings.pipeline is not None and job.settings.pipeline.data > 1
-            form = Divided if job.settings.tensor else MeshStaged if rows else Staged
+            form = Divided if job.settings.tensor else Staged
         self._passes_on = False
         training = Training(job.module, job.optimizer, job.recipe, job.settings)
         self.step: OneDevice = form(training, replica)
@@ -151,8 +150,9 @@ class ReplicaSide:
                 self.step.keep_journal(job.journal)
         self._trained = requires_grad(job.module)
         common = isinstance(self.step, Sliced | Staged | Divided)
-        common = common and replica.collective.shares_memory
-        job.callbacks.changes.in_common = common and not isinstance(self.step, MeshStaged)
+        if isinstance(self.step, Staged) and self.step.grid.has_rows:
+            common = False  # each row has its own copy
+        job.callbacks.changes.in_common = common and replica.collective.shares_memory
         state = partial(replica_progress.of, job, self.step)
         adopt = partial(replica_progress.adopt, job, self.step)
         can_follow = replica_progress.possible(job, self.step)

@@ -1,9 +1,9 @@
 """A training step through the stages of a pipeline, with the result of one device.
 
-Every device has the whole batch and runs its own layers on one microbatch after another. The whole
-model lies in shared memory; between machines each has its own part (state/parted_model.py). The
-loss of a batch is divided by what one device divides it by, so microbatches need not be of one
-size. Each device steps the optimizer on its own parameters.
+Every device has the whole batch, or its row's share (training/mesh_grid.py), and runs its own
+layers on one microbatch after another. The model lies in shared memory; between machines each has
+its own part (state/parted_model.py). The loss is divided by the whole batch's denominator, so
+microbatches may differ in size. Each device steps the optimizer on its own parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import Training
 from stratagem.frontends.fit_job import Fit
 from stratagem.frontends.microbatches import MicroBatches
-from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sources import Portion
 from stratagem.frontends.steps import OneDevice
 from stratagem.rules.chunk_choice import ChunkChoice
@@ -33,11 +31,10 @@ from stratagem.training import setup
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.layer_graph import LayerGraph, trace
-from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of, refuse_strays
+from stratagem.training.mesh_grid import MeshGrid, OpenStage, open_stages, refuse_strays
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
-from stratagem.training.stage import Stage, StageChannels, cut, tensors_of
 from stratagem.training.stage_plan import (
     RowsOf,
     StagePlan,
@@ -49,7 +46,7 @@ from stratagem.training.stage_plan import (
 )
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
-#: settings, rows, the modes of its parts and the layers that a model was measured for
+#: settings, rows, modes of modules and names of layers that a plan was made for
 _PlanKey = tuple[Pipeline, int, tuple[bool, ...], tuple[str, ...]]
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
     weakref.WeakKeyDictionary()
@@ -81,81 +78,62 @@ def check(job: Fit, devices: int) -> None:
 
 
 class Staged(OneDevice):
-    """One device of a pipeline."""
+    """One device of a pipeline, or of one row of several."""
 
     def __init__(self, training: Training, replica: Replica) -> None:
-        super().__init__(training, replica)
         module, optimizer, _, settings = training
         assert settings.pipeline is not None
-        self._collective, self._pipeline = replica.collective, settings.pipeline
-        replica.stage = replica.index
+        self.grid, self._pipeline = MeshGrid(replica, settings.pipeline.data), settings.pipeline
+        super().__init__(training, self.grid.place)
+        collective = self.grid.place.collective
         self._schedule = SCHEDULES[self._pipeline.schedule]
         tensors = [*module.parameters(), *module.buffers()]
-        form: Any = SharedModel if replica.collective.shares_memory else PartedModel
-        self._home: SharedModel | PartedModel = form(tensors, optimizer, replica.collective)
-        self._stage: Stage | ColumnStage | None = None
+        form: Any = SharedModel if collective.shares_memory else PartedModel
+        self._home: SharedModel | PartedModel = form(tensors, optimizer, collective)
+        self._opened: OpenStage | None = None
         self._owned: list[nn.Parameter] = []
         self._microbatches = 1
         self._modes: list[int] = []
 
-    # --- coming together --------------------------------------------------------------------
+    # --- set-up -----------------------------------------------------------------------------
 
-    def _begin(self, portion: Portion) -> Stage | ColumnStage:
+    def _begin(self, batch: Portion) -> OpenStage:
         """Trace, measure and split, with the first batch at hand. Collective."""
-        rank = self.replica.index
-        graph = trace(self.module, portion.x)
+        graph = trace(self.module, batch.x)
         self._inputs = [str(node.target) for node in graph.inputs]
-        split = self._in_columns if self._pipeline.columns is not None else self._in_parts
-        stage, users = split(graph, portion)
-        judged = getattr(self.recipe.loss, "function", None)
-        if isinstance(judged, nn.Module):  # it may have parameters that are the model's, too
-            users[self._last_device] |= {*judged.parameters(), *judged.buffers()}
-        used = devices_of(users)
-        self._has_last = self._last_device == rank
-        self._owned = [p for p in self._params if used.get(p, [0])[0] == rank]
-        self._ties = TiedGradients(self._collective, self._params, used)
-        self._home.own(set(self._owned), used)
-        return stage
+        criterion = getattr(self.recipe.loss, "function", None)
+        in_loss: set[Tensor] = set()  # a loss may have parameters that are the model's, too
+        if isinstance(criterion, nn.Module):
+            in_loss = {*criterion.parameters(), *criterion.buffers()}
+        split = self._in_parts if self._pipeline.columns is None else self._in_columns
+        opened = split(graph, batch, in_loss)
+        self._owned = [p for p in self._params if p in opened.owned]
+        self._home.own(opened.owned, opened.used)
+        return opened
 
-    def _in_parts(self, graph: LayerGraph, portion: Portion) -> tuple[Stage, list[set[Tensor]]]:
-        """Cut by layers; returns also the tensors that each device uses. Collective."""
-        count, rank, collective = self.replica.count, self.replica.index, self._collective
-        check_layers(graph, self._pipeline, count)
-        self._microbatches, firsts = self._agreed(graph, portion)
-        parts = cut(graph, firsts)
-        self._last_device = (len(parts) - 1) % count
-        users: list[set[Tensor]] = [set() for _ in range(count)]
-        for part in parts:
-            users[part.index % count] |= tensors_of(graph, part)
-        channels = StageChannels(parts, count, collective)
-        return Stage(graph, parts, rank, channels, self.autocast, self.device), users
-
-    def _agreed(self, graph: LayerGraph, portion: Portion) -> list[Any]:
-        """How many microbatches, and the first layers of the parts. Collective."""
+    def _in_parts(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
+        """Cut by layers, as the first device of all plans it for its share. Collective."""
+        check_layers(graph, self._pipeline, self.replica.count)
         mine = None
-        if self.replica.leads:
-            plan = self._plan(graph, portion)
+        if self.grid.everybody.rank == 0:
+            plan = self._plan(graph, share_of_row(batch, self.grid))
             mine = [plan.microbatches, list(plan.firsts)]
-        found: list[Any] = broadcast_tree(self._collective, mine)
-        return found
+        self._microbatches, firsts = broadcast_tree(self.grid.everybody, mine)
+        return open_stages(graph, firsts, self.replica, self._params, self.autocast, in_loss)
 
-    def _pieces(self, portion: Portion) -> MicroBatches:
-        return MicroBatches(portion, self._microbatches, self.recipe)
-
-    def _in_columns(
-        self, graph: LayerGraph, portion: Portion
-    ) -> tuple[ColumnStage, list[set[Tensor]]]:
+    def _in_columns(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
         """Cut recurrent layers, and their sequence in chunks of time. Collective."""
-        count, rank = self.replica.count, self.replica.index
-        plan, chunks = plan_columns(graph, count), self._pipeline.columns
+        place, chunks = self.replica, self._pipeline.columns
+        plan = plan_columns(graph, place.count)
         assert chunks is not None
-        if self.replica.leads:
-            prove(graph, portion.total, self._rows_of(portion))
-        self._last_device = count - 1
-        channels = ColumnChannels(count, self._collective)
-        users = [plan.tensors(device) for device in range(count)]
-        choice = ChunkChoice(count, chunks or None, rows=self._pipeline.by_rows)
-        return ColumnStage(plan, rank, choice, channels, self.autocast), users
+        if place.leads:
+            prove(graph, batch.total, self._rows_of(batch))
+        channels = ColumnChannels(place.count, place.collective)
+        choice = ChunkChoice(place.count, chunks or None, rows=self._pipeline.by_rows)
+        stage = ColumnStage(plan, place.index, choice, channels, self.autocast)
+        users = [plan.tensors(device) for device in range(place.count)]
+        users[-1] |= in_loss
+        return OpenStage(stage, users, place.count - 1, place, self._params)
 
     def _plan(self, graph: LayerGraph, portion: Portion) -> StagePlan:
         modes = tuple(part.training for part in self.module.modules())
@@ -180,56 +158,52 @@ class Staged(OneDevice):
     # --- one step ---------------------------------------------------------------------------
 
     def here(self, portion: Portion) -> Portion:
-        """The same rows on this device."""
+        """The portion, moved to this device."""
         if not self._elsewhere:
             return portion
         x, y, weight = to_device((portion.x, portion.y, portion.weight), self.device)
         return Portion(x, y, weight, portion.examples, portion.total)
 
     def take(self, portion: Portion, last: bool) -> None:
-        portion = self.here(portion)
+        batch = self.here(portion)
         modes = [*(part.training for part in self.module.modules()), self.followed()]
-        if self._stage is None or modes != self._modes:  # a forward is traced as it is now
-            if self._stage is not None:  # another cut may give a device what it did not own
+        if self._opened is None or modes != self._modes:  # the trace holds for these modes
+            if self._opened is not None:  # another cut may give a device what it did not own
                 self.bring_home()
                 setup.align_state(self.optimizer, self.replica)
-            self._stage, self._modes = self._begin(portion), modes
+            self._opened, self._modes = self._begin(batch), modes
+        opened = self._opened
         self._home.leave_home()
         self._waiting += 1
         apply = last or self._waiting == self.recipe.accumulate
-        batch = self._pieces(portion)
-        inputs = [in_order(self._inputs, batch.x(m)) for m in range(batch.count)]
-        seeds, dice = torch.randint(2**62, (batch.count,)).tolist(), torch.get_rng_state()
-        ops = self._schedule(
-            self.replica.index, self.replica.count, batch.count, self._pipeline.parts
-        )
-        self._stage.run(ops, inputs, seeds, batch.judge)
-        torch.set_rng_state(dice)
-        if self._has_last and self.recipe.metrics and batch.count:
-            self.take_in(batch.output(), portion.y)
+        own = share_of_row(batch, self.grid)
+        pieces = MicroBatches(batch, own, self._microbatches, self.recipe)
+        inputs = [in_order(self._inputs, pieces.x(m)) for m in range(pieces.count)]
+        seeds, rng = torch.randint(2**62, (pieces.count,)).tolist(), torch.get_rng_state()
+        place = self.replica
+        ops = self._schedule(place.index, place.count, pieces.count, self._pipeline.parts)
+        opened.stage.run(ops, inputs, seeds, pieces.judge)
+        torch.set_rng_state(rng)
+        if opened.is_last and self.recipe.metrics and pieces.count:
+            self.take_in(pieces.output(), own.y)
         if apply:
             self._waiting = 0
             self.before_commit()
-            self._sum_gradients()
-            named = dict(self.module.named_parameters())
-            refuse_strays(named, set(self._owned), self.replica.name)
-        self._finish(portion, batch, apply=apply)
+            opened.ties.send()
+            self.grid.add_up(self._owned)
+            refuse_strays(dict(self.module.named_parameters()), opened.owned, place.name)
+        self._finish(batch.total, pieces.loss() if opened.is_last else None, apply=apply)
 
-    def _sum_gradients(self) -> None:
-        """Have every owner of a parameter its whole gradient."""
-        self._ties.send()
-
-    def _finish(self, portion: Portion, batch: MicroBatches, *, apply: bool) -> None:
-        """Tell the loss and the norm, update, and wait until everybody has."""
+    def _finish(self, total: int, loss: float | None, *, apply: bool) -> None:
+        """Exchange the loss and the norm, update, and wait until all replicas have."""
         norm = apply and self.recipe.clip_norm is not None
         square = self._square() if norm else 0.0
-        told = gather_tree(self._collective, [batch.loss() if self._has_last else None, square])
-        (loss,) = (loss for loss, _ in told if loss is not None)
-        self.tally.add(loss, portion.total)
+        found = gather_tree(self.grid.everybody, [loss, square])
+        self.tally.add(sum(loss for loss, _ in found if loss is not None), total)
         if not apply:
             return
-        if norm:
-            self._clip(math.sqrt(sum(square for _, square in told)))
+        if norm:  # every row has the whole gradient
+            self._clip(math.sqrt(sum(square for _, square in self.grid.own(found))))
         self._step()
 
     def _step(self) -> None:
@@ -246,15 +220,15 @@ class Staged(OneDevice):
         return float(sum(found))
 
     def _clip(self, norm: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, by the norm over all devices."""
+        """torch.nn.utils.clip_grad_norm_ with the norm over all devices."""
         limit = self.recipe.clip_norm
         assert limit is not None
-        if not norm <= limit:  # or it is no number, and then nothing is
+        if not norm <= limit:  # also if it is NaN
             for param in self._owned:
                 if param.grad is not None:
                     param.grad.mul_(limit / (norm + 1e-6))
 
-    # --- coming apart -----------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------
 
     def take_back(self) -> None:
         self._home.take_back()
@@ -272,86 +246,18 @@ class Staged(OneDevice):
 
 
 def in_order(names: Sequence[str], x: Any) -> list[Any]:
-    """What a batch gives the model, as its arguments."""
+    """The inputs in a batch, as a list of arguments."""
     if isinstance(x, dict):
         return [x[name] for name in names]
     several = isinstance(x, list | tuple) and not hasattr(x, "_fields")
     return list(x) if several else [x]
 
 
-# --- A training step on rows of pipelines (training/mesh_grid.py) ---------------------------------
-
-
-class RowShare(MicroBatches):
-    """A row's share of a batch in microbatches, none if it has no rows; divided by what the whole
-    batch is divided by."""
-
-    def __init__(self, whole: Portion, mine: Portion, most: int, recipe: Recipe) -> None:
-        super().__init__(mine, most, recipe)
-        self._whole = whole
-        if not mine.total:
-            self.count = 0
-
-    @cached_property
-    def _divisor(self) -> float:
-        return MicroBatches(self._whole, 1, self._recipe)._divisor
-
-    def loss(self) -> float:
-        """The part of the batch's loss that these rows make."""
-        return super().loss() if self._numerators else 0.0
-
-
-class MeshStaged(Staged):
-    """One stage of one row."""
-
-    def __init__(self, training: Training, replica: Replica) -> None:
-        assert training.settings.pipeline is not None
-        self._grid = MeshGrid(replica, training.settings.pipeline.data)
-        super().__init__(training, self._grid.place)
-
-    def _begin(self, portion: Portion) -> Stage | ColumnStage:
-        return super()._begin(self._batch)  # a row may have no rows to trace with
-
-    def _agreed(self, graph: LayerGraph, portion: Portion) -> list[Any]:
-        """What the first row plans for its own share. Collective over all rows."""
-        mine = None
-        if self._grid.everybody.rank == 0:
-            plan = self._plan(graph, _share_of(portion, self._grid))
-            mine = [plan.microbatches, list(plan.firsts)]
-        found: list[Any] = broadcast_tree(self._grid.everybody, mine)
-        return found
-
-    def take(self, portion: Portion, last: bool) -> None:
-        self._batch = self.here(portion)
-        super().take(_share_of(self._batch, self._grid), last)
-
-    def _pieces(self, portion: Portion) -> MicroBatches:
-        return RowShare(self._batch, portion, self._microbatches, self.recipe)
-
-    def _sum_gradients(self) -> None:
-        """Add up within the row, then over the rows."""
-        super()._sum_gradients()
-        self._grid.add_up(self._owned)
-
-    def _finish(self, portion: Portion, batch: MicroBatches, *, apply: bool) -> None:
-        """Tell the loss and the norm, update, and wait until everybody has."""
-        norm = apply and self.recipe.clip_norm is not None
-        square = self._square() if norm else 0.0
-        mine = [batch.loss() if self._has_last else None, square]
-        told = gather_tree(self._grid.everybody, mine)
-        self.tally.add(sum(loss for loss, _ in told if loss is not None), self._batch.total)
-        if not apply:
-            return
-        if norm:
-            own = self._grid.own(told)  # every row has the whole gradient
-            self._clip(math.sqrt(sum(square for _, square in own)))
-        self._step()
-
-
-def _share_of(portion: Portion, grid: MeshGrid) -> Portion:
-    """The rows that a row of the mesh takes."""
-    lo, hi = grid.share(portion.total)
-    parts: list[Any] = [portion.x, portion.y, portion.weight]
-    x, y, weight = rows(parts, lo, hi)
-    found: Tensor | None = weight
-    return Portion(x, y, found, hi - lo, hi - lo)
+def share_of_row(batch: Portion, grid: MeshGrid) -> Portion:
+    """The rows of a batch that this row of pipelines takes."""
+    if not grid.has_rows:
+        return batch
+    first, end = grid.share(batch.total)
+    parts: list[Any] = [batch.x, batch.y, batch.weight]
+    x, y, weight = rows(parts, first, end)
+    return Portion(x, y, weight, end - first, end - first)

@@ -69,8 +69,7 @@ _WORKERS: tuple[Option, ...] = (
     ("--per-host G", "workers behind one link (1)", whole(1), 1),
     (
         "--overhead TIMES",
-        "of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms; or `measured`, here "
-        "and now (none)",
+        "of processors for each message, WORKER:SERVER, as 0.2ms:0.3ms (none)",
         str,
         "none",
     ),
@@ -94,10 +93,6 @@ _WORKERS: tuple[Option, ...] = (
         "--elastic: until those who are here have come together again (400ms)",
         str,
         "400ms",
-    ),
-    (
-        "--standby TIME",
-        "--elastic on one machine: until a process stands by for each, again after a kill",
     ),
 )
 
@@ -164,8 +159,7 @@ def read(args: argparse.Namespace) -> Scenario:
     )
     updates = _updates(args)
     each = 1 if isinstance(updates, Synchronous) else args.workers
-    standby = None if args.standby is None else seconds(args.standby, "--standby")
-    elastic = Regrouping(seconds(args.regroup, "--regroup"), standby=standby)
+    elastic = Regrouping(seconds(args.regroup, "--regroup"))
     return Scenario(
         args.workers,
         args.steps * each,
@@ -177,7 +171,7 @@ def read(args: argparse.Namespace) -> Scenario:
         patience=seconds(args.patience, "--patience"),
         seed=args.seed,
         overhead=_overhead(args.overhead),
-        elastic=elastic if args.elastic or standby is not None else None,
+        elastic=elastic if args.elastic else None,
         wire=simulate_options.read_wire(args.wire),
         sync=simulate_options.read_sync(args.sync),
     )
@@ -215,10 +209,6 @@ def _overhead(text: str) -> Overhead:
 
     if text == "none":
         return Overhead()
-    if text == "measured":
-        from stratagem.plan.machine import measure_overhead
-
-        return measure_overhead()
     worker, _, server = text.partition(":")
     if not worker or not server:
         raise UsageError(f"--overhead {text!r} is not WORKER:SERVER, as 0.2ms:0.3ms.")

@@ -33,7 +33,7 @@ _SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
 
 def sentence(plan: Plan) -> str:
-    """What to do, what comes of it, why not more, and whether compressions pay."""
+    """The recommendation, its expected speed, its limits, and whether compressions pay."""
     return " ".join(filter(None, [_sentence(plan), lossy_sentence(plan)]))
 
 
@@ -75,7 +75,7 @@ def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
 
 
 def why_not(plan: Plan, each: Prediction) -> str:
-    """What speaks against it; nothing against what is recommended."""
+    """Reasons against a configuration; none against the recommended one."""
     best, cfg = plan.recommendation, each.configuration
     if not each.fits and each.memory is not None and each.room is not None:
         return f"does not fit into {say_bytes(each.room)}"
@@ -95,7 +95,7 @@ def why_not(plan: Plan, each: Prediction) -> str:
 
 
 def _holds(plan: Plan, best: Prediction) -> list[str]:
-    """That one device has not the memory, and what has."""
+    """The sentence that one device has too little memory, and what has enough."""
     one = plan.one
     if one.fits or one.memory is None or one.room is None:
         return []
@@ -114,7 +114,7 @@ def _holds(plan: Plan, best: Prediction) -> list[str]:
 
 
 def _tight(best: Prediction) -> list[str]:
-    """That what was counted is not all, where little is left."""
+    """The warning that uncounted memory may not fit, if little is left."""
     if best.memory is None or best.room is None or best.memory * _ON_TOP <= best.room:
         return []
     return [
@@ -125,7 +125,7 @@ def _tight(best: Prediction) -> list[str]:
 
 
 def _doubt(plan: Plan) -> list[str]:
-    """What keeps the figures from being trusted."""
+    """Reasons not to trust the figures."""
     if not plan.profile.restless:
         return []
     return [
@@ -309,7 +309,7 @@ def _beyond(plan: Plan, best: Prediction) -> str:
 
 
 def _end(plan: Plan, best: Prediction) -> str:
-    """Why no more than these were tried."""
+    """Why no more replicas were tried."""
     cfg = best.configuration
     most = plan.families[cfg.family][-1].configuration
     if most.replicas == plan.most:
@@ -337,7 +337,7 @@ def _refused(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan, best: Prediction) -> list[str]:
-    """Where it matters how the replicas are placed."""
+    """The sentence on placement, if it matters."""
     others = [
         each
         for each in plan.placements(best.configuration)

@@ -170,7 +170,7 @@ def check_most(most: int | None) -> None:
 def candidates(
     profile: Profile, hardware: Hardware, most: int, *, lossy: bool = False
 ) -> Iterator[Configuration]:
-    """All that makes sense to try."""
+    """All configurations that make sense to try."""
     for n in sizes(most):
         for hosts, per_host in _placements(n, hardware):
             if not profile.sparse or n == 1:
@@ -279,7 +279,7 @@ def _saturation(family: str, row: Sequence[Prediction], one: Prediction) -> Satu
 
 
 def _gain(less: Prediction, more: Prediction) -> float:
-    """Of a device, what each one added brings."""
+    """The part of a device that each added one brings."""
     return (more.speedup - less.speedup) / max(1, _size(more) - _size(less))
 
 
@@ -290,7 +290,7 @@ def _size(of: Prediction) -> int:
 
 
 def bottleneck(of: Prediction, one: Prediction) -> str:
-    """What keeps it from being as many times faster as it has replicas: what one has not."""
+    """The cause of the largest part of a step that one device's step does not have."""
     alone = {**one.parts, "the servers' update": one.parts["optimizer"]}
     lost = {_CAUSES.get(name, name): each - alone.get(name, 0.0) for name, each in of.parts.items()}
     name = max(lost, key=lambda each: lost[each])
@@ -298,7 +298,7 @@ def bottleneck(of: Prediction, one: Prediction) -> str:
 
 
 def _least_that_fits(of: Sequence[Prediction]) -> Prediction:
-    """On the fewest devices; if nothing fits, what is nearest to it."""
+    """The fitting prediction on the fewest devices; if none fits, the one nearest to fitting."""
     held = [each for each in of if each.fits and not each.configuration.asynchronous]
     if not held:
         return min(of, key=lambda each: (each.memory or 0.0) / (each.room or 1.0))
@@ -307,7 +307,7 @@ def _least_that_fits(of: Sequence[Prediction]) -> Prediction:
 
 
 def _cheapest(of: Sequence[Prediction]) -> Prediction:
-    """Of those that are about as fast as the fastest."""
+    """The predictions that are about as fast as the fastest."""
     best = max(each.rate for each in of)
     return min((each for each in of if each.rate >= best * CLOSE), key=_price)
 

@@ -109,7 +109,7 @@ class Configuration:
 
     @property
     def inexact(self) -> bool:
-        """Whether weights are no longer those of one device: less travels, or less often."""
+        """Whether weights differ from one device's: less is sent, or less often."""
         return self.lossy or self.every > 1
 
     @property
@@ -119,7 +119,7 @@ class Configuration:
 
     @property
     def meeting(self) -> str:
-        """How that is written."""
+        """The `sync=` argument as text."""
         parts = f", fragments={self.fragments}" if self.fragments > 1 else ""
         return f"sg.DiLoCo({self.every}{parts})"
 
@@ -150,7 +150,7 @@ class Configuration:
 
     @property
     def family(self) -> str:
-        """What it has in common with the same at another number of replicas."""
+        """The key of configurations that differ only in the number of replicas."""
         words = [self.strategy.removesuffix("Strategy")]
         if self.hierarchical:
             words.append("hierarchical")

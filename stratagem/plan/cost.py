@@ -144,7 +144,7 @@ class _MirroredStep(PredictedStep):
         return {name: part * left * cfg.fragments / cfg.every for name, part in carried.items()}
 
     def _met(self) -> dict[str, float]:
-        """What a meeting of weights costs beside the link: the way of a round, and a new start."""
+        """Seconds of a meeting of weights besides the link: latency and the restart of the loop."""
         if self.cfg.every == 1 or not self.on_cpu:
             return {}
         passes = _MEETING * self.profile.dense_bytes / self.hw.local
@@ -172,7 +172,7 @@ class _MirroredStep(PredictedStep):
         return self.prediction(parts)
 
     def _carried(self, size: float) -> dict[str, float]:
-        """Seconds of one bucket, by what they are spent on."""
+        """Seconds of one bucket, by cause."""
         cfg, hw = self.cfg, self.hw
         message = self.cal.message if self.on_cpu else self.cal.kernel
         inside = self._inside()
@@ -192,7 +192,7 @@ class _MirroredStep(PredictedStep):
         return added({_MESSAGES: message}, *rings)
 
     def _exposed(self, seconds: float) -> dict[str, float]:
-        """What is left of it behind backward, as all of it is spent."""
+        """The part that is not hidden behind backward, with the same causes as all of it."""
         whole = added(*(self._carried(b.size * self.cfg.travelling) for b in self.profile.buckets))
         total = math.fsum(whole.values())
         return {name: seconds * (part / total if total else 0.0) for name, part in whole.items()}
@@ -202,7 +202,7 @@ class _MirroredStep(PredictedStep):
         return min(self.hw.local, self.cal.sockets) if self.on_cpu else self.hw.local
 
     def _between(self) -> str:
-        """What keeps bytes between hosts from being faster."""
+        """The bottleneck of bytes between hosts."""
         if self.link > self._inside():
             return "what a host's sockets carry"
         return f"links between hosts ({say_rate(self.hw.link)})"
@@ -229,7 +229,7 @@ class _ServerStep(PredictedStep):
 
     @cached_property
     def share(self) -> float:
-        """The part of a gradient that the fullest server takes."""
+        """The fullest server's share of a gradient."""
         profile, size = self.profile, self.profile.itemsize
         tables = [(table.rows, max(1, table.row_bytes // size)) for table in profile.sparse]
         parts = [1.0] * len(profile.shapes) + [t.touched / t.rows for t in profile.sparse]
@@ -356,7 +356,7 @@ class _ServerStep(PredictedStep):
         return self.prediction(parts, (apart, in_step))
 
     def _server_link(self, at_once: float) -> str:
-        """Whose link binds with so many workers at a server."""
+        """Which link is the bottleneck with so many workers at a server."""
         if self.cfg.hosts == 1:
             return "memory"
         worker, server = self._rates()
@@ -393,5 +393,5 @@ class DividedStep(PredictedStep):
         return replace(self.prediction(parts), memory=memory)
 
     def _own(self, share: float) -> float:
-        """What a process has of something of which this share is divided."""
+        """A process' part of something of which this share is divided."""
         return share / self.cfg.replicas + 1 - share

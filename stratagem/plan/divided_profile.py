@@ -1,4 +1,4 @@
-"""What layers cost where each is divided, or where a sequence is cut into chunks of time."""
+"""Measure layers that are divided over processes, and recurrent layers cut into chunks of time."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from stratagem.data.shares import with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable
 from stratagem.rules.layer_split import LayerCost
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import fast_recurrence, plan_columns
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_costs import STATES, LayerMeter
-from stratagem.training.layer_graph import LayerGraph
-from stratagem.training.loop_process import with_tensors
+from stratagem.training.layer_costs import STATES, LayerMeter, saved_tensors
+from stratagem.training.layer_graph import LayerGraph, shapes_of
 from stratagem.training.replica import current_replica
-from stratagem.training.tensor_layers import Enter, sum_of_parts
+from stratagem.training.tensor_layers import Crossing, Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
-from stratagem.training.tensor_program import gathered_layers, shapes_of
+from stratagem.training.tensor_program import gathered_layers
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 
-#: processes for which it is planned which layers are divided
+#: the number of processes that the plan is made for
 _PROCESSES = 2
 _ROUNDS = 3
 _MEETINGS = 200
 
 
 def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
-    """What `TensorParallelStrategy` would divide; the model is traced with its layers open."""
+    """The layers that `TensorParallelStrategy` would divide, in a graph traced with `OPENED`."""
     shapes = _shapes(graph, given)
     plan = make_plan(graph, _PROCESSES, {}, shapes)
     costs = LayerMeter(graph).measure(given)
@@ -64,12 +64,12 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
 
 
 def _twice(tensor: Tensor) -> Tensor:
-    """All rows two times."""
+    """All rows twice."""
     return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
 
 def meeting_seconds() -> float:
-    """Of two CPU processes that add up a value of some bytes, forward and backward: one of both."""
+    """Seconds in which two CPU processes all-reduce a few bytes, once."""
     strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     try:
         found: list[float] = strategy.run(_meet)
@@ -79,10 +79,10 @@ def meeting_seconds() -> float:
 
 
 def _meet() -> float:
-    """On a process; of the typical one, which may have waited for the other."""
+    """On a process: the median, which includes waiting for the other process."""
     group, times = SharedScratch(sharing(current_replica().collective)), []
     x = torch.zeros(16, requires_grad=True)
-    enter = Enter(group)
+    enter = Crossing(Enter, group)
     for _ in range(_MEETINGS):
         started = time.perf_counter()
         sum_of_parts(enter(x), group).sum().backward()
@@ -96,14 +96,14 @@ def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size
 
 
 def _use(plan: TensorPlan, nodes: Sequence[fx.Node]) -> Use:
-    """How the layer of these nodes is computed."""
+    """How the layer with these nodes is computed."""
     return next((plan.uses[n] for n in nodes if n.op == "call_module" and n in plan.uses), Use())
 
 
 def _crossing(
     graph: LayerGraph, plan: TensorPlan, shapes: dict[fx.Node, torch.Size]
 ) -> Iterator[int]:
-    """Bytes of each value that is added up or put together, forward and backward."""
+    """Bytes of each value that is all-reduced or gathered, forward and backward."""
     gathered = gathered_layers(graph, plan)
     size = next(graph.module.parameters()).itemsize
     for node, use in plan.uses.items():
@@ -125,8 +125,8 @@ def _crossing(
 def chunk_tables(
     graph: LayerGraph, given: Sequence[Any], costs: Sequence[LayerCost], pieces: Sequence[int]
 ) -> tuple[tuple[LayerTable, ...], tuple[LayerCost, ...]]:
-    """Recurrent layers for a whole sequence, a half of it, ...; and what is not cut. Nothing for a
-    model that `columns=` refuses."""
+    """Costs of the recurrent layers for a whole sequence, a half of it, ..., and of other layers;
+    empty for a model that `columns=` refuses."""
     try:
         plan = plan_columns(graph, _PROCESSES)
     except (NotDistributable, UsageError):
@@ -152,28 +152,22 @@ def _is_recurrent(graph: LayerGraph, node: fx.Node) -> bool:
 
 
 def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> LayerCost:
-    """One layer for a chunk of time, the fastest of a few rounds: of the rows of several replicas,
-    and so much shorter, as processes have it that take the rows of all."""
+    """One layer for a chunk of time, the fastest of a few rounds. The processes share one batch:
+    a chunk has the rows of all of them, and is shorter by the same factor."""
     params = list(layer.parameters())
     size = list(shape[:2])
     size[axis] = max(size[axis] // (pieces * _PROCESSES), 1)
     size[1 - axis] *= _PROCESSES
-    kept = 0
-
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-        return tensor
-
+    kept: list[int] = []
     x = torch.randn(*size, layer.input_size, dtype=params[0].dtype, requires_grad=True)
     best = (math.inf, math.inf)
     for _ in range(_ROUNDS):
-        kept, started = 0, time.thread_time()
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with hooks, fast_recurrence():
+        kept.clear()
+        started = time.thread_time()
+        with saved_tensors(lambda tensor: kept.append(tensor.nbytes)), fast_recurrence():
             output, _ = layer(x)
         forward = time.thread_time() - started
         torch.autograd.grad(output.sum(), [x, *(p for p in params if p.requires_grad)])
         best = min(best, (time.thread_time() - started, forward))
     held = sum(p.nbytes * (1 + STATES * p.requires_grad) for p in params)
-    return LayerCost(best[0], held, kept, output.nbytes, best[1])
+    return LayerCost(best[0], held, sum(kept), output.nbytes, best[1])

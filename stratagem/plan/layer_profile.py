@@ -1,4 +1,4 @@
-"""What a model holds, and what its layers cost: for strategies that divide the model itself."""
+"""Measure the memory of a model and the cost of its layers, for strategies that divide it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stratagem.plan.divided_profile import chunk_tables, divided_layers
 from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
-from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_costs import LayerMeter, saved_tensors
 from stratagem.training.layer_graph import trace
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_plan import check_layers
 from stratagem.training.tensor_program import OPENED
 
-#: into how many pieces a batch is cut at most, for each stage
+#: numbers of microbatches or chunks for each stage
 _PIECES = (1, 2, 4)
 
 
@@ -50,7 +50,7 @@ def with_layers(
 
 
 def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprint:
-    """Bytes that a step of one device holds."""
+    """The memory of a step on one device."""
     module, optimizer = trial.module, trial.optimizer
     own = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
     gradients = sum(p.nbytes for p in params)
@@ -62,24 +62,24 @@ def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprin
 
 
 def _kept(trial: DryRun, batch: Any) -> int:
-    """Bytes that a forward pass keeps for its backward, without parameters; each once."""
+    """Bytes that a forward saves for its backward, without parameters; each storage once."""
     known = {t.untyped_storage().data_ptr() for t in trial.module.parameters()}
     found: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def see(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if tensor.layout == torch.strided and storage.data_ptr() not in known:
             found[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors(see):
         loss = trial.loss(batch)
     del loss
     return sum(found.values())
 
 
 def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """With the costs of all layers for each size of a microbatch or chunk, or why not."""
+    """The profile with all layers' costs for each size of a microbatch or chunk, or the reason why
+    the model cannot be split."""
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
@@ -99,7 +99,7 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
 
 
 def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """With what processes that divide layers have of them, or why they cannot."""
+    """The profile with the share of layers that can be divided, or the reason why none can."""
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:

@@ -73,17 +73,12 @@ class _NoNetwork:
 
 
 def codec_times(shapes: Sequence[tuple[int, ...]], *, linear: bool) -> tuple[CodecTime, ...]:
-    """Time every compression on a gradient of these shapes, on one thread.
+    """Time every compression on a gradient of these shapes.
 
     linear: whether the optimizer is SGD; others go astray with the coarse ones.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        taken = [(name, r) for name, r in LOSSY.items() if linear or not r.only_linear]
-        return tuple(_timed(name, record, shapes) for name, record in taken)
-    finally:
-        torch.set_num_threads(threads)
+    taken = [(name, r) for name, r in LOSSY.items() if linear or not r.only_linear]
+    return tuple(_timed(name, record, shapes) for name, record in taken)
 
 
 def _timed(name: str, record: Compression, shapes: Sequence[tuple[int, ...]]) -> CodecTime:

@@ -23,6 +23,7 @@ from stratagem.plan.lossy import codec_times
 from stratagem.plan.machine import (
     counts,
     crowd,
+    one_thread,
     refusal,
     update_seconds,
     waited_for_processor,
@@ -81,7 +82,9 @@ def rehearse(
         if lossy:
             say("encoding gradients")
             linear = isinstance(trial.optimizer, torch.optim.SGD)
-            measured = replace(measured, codecs=codec_times(measured.shapes, linear=linear))
+            with one_thread():
+                codecs = codec_times(measured.shapes, linear=linear)
+            measured = replace(measured, codecs=codecs)
         measured = with_layers(measured, trial, given, runner.params)
         many = _room(trial, counts(per_host), say) if crowded and device.type == "cpu" else []
         if many:
@@ -115,15 +118,12 @@ def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
     """
     if runner.device.type != "cpu" or measured.threads == 1:
         return measured
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         runner.forget()
         runner.run(1, 1.0)
         runner.forget()
         runner.run(max(2 * _LEAST, len(measured.samples) // 2), _SECONDS / 2)
         alone = runner.profile(measured.batch)
-    finally:
-        torch.set_num_threads(measured.threads)
     if alone.compute < measured.compute * 0.95:
         said = (
             f"one thread is faster here than {measured.threads}: {alone.compute * 1e3:.2f} ms; "

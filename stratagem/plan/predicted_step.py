@@ -22,7 +22,7 @@ from stratagem.plan.profile import Profile
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration does; `parts` are the seconds of a step, and add up to it."""
+    """The predicted speed and memory of a configuration; a step is the sum of its `parts`."""
 
     configuration: Configuration
     #: seconds in which every counted replica has handed in once
@@ -75,7 +75,7 @@ class Prediction:
 
 
 class PredictedStep:
-    """What every configuration has in common: computing, and waiting for stragglers."""
+    """The parts that every configuration has: computing, and waiting for stragglers."""
 
     def __init__(
         self,

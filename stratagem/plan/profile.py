@@ -147,7 +147,7 @@ class Profile:
     unserved: str = ""
     #: micro-batches that a step consists of
     accumulated: int = 1
-    #: what whoever reads the figures should know
+    #: notes for the reader of the figures
     notes: tuple[str, ...] = ()
     #: whether the script has a loop of its own
     own_loop: bool = False
@@ -182,7 +182,7 @@ class Profile:
 
     @property
     def stream(self) -> tuple[GradientPart, ...]:
-        """Gradients as they leave for servers."""
+        """The gradient parts as workers push them to servers."""
         return self.gradients or self.buckets
 
     @property
@@ -234,7 +234,7 @@ class Profile:
         return self._threaded(self.compute, self.single_thread, threads)
 
     def optimizer_with(self, threads: int) -> float:
-        """The same of the optimizer."""
+        """Seconds of the optimizer with so many threads."""
         return self._threaded(self.optimizer, self.single_optimizer, threads)
 
     def _threaded(self, many: float, one: float | None, threads: int) -> float:

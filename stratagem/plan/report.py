@@ -52,7 +52,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(text: str) -> tuple[Profile, Hardware]:
-    """What an earlier plan had measured, from what `dumps` wrote."""
+    """The profile that an earlier plan has measured, from the text of `dumps`."""
     try:
         plain = json.loads(text)
         return Profile.from_json(plain["profile"]), Hardware.from_json(plain["hardware"])
@@ -84,7 +84,7 @@ def dumps(plan: Plan) -> str:
 
 
 def heading(profile: Profile) -> str:
-    """What was measured, in a line."""
+    """One line on what was measured."""
     parts = [
         f"{profile.name}: {profile.batch} examples a replica{_in_parts(profile)}",
         f"forward {say_seconds(profile.forward, 3)}, backward {say_seconds(profile.backward, 3)}, "
@@ -102,7 +102,7 @@ def _in_parts(profile: Profile) -> str:
 
 
 def warnings(profile: Profile) -> list[str]:
-    """What makes the figures doubtful, and what is left out."""
+    """Reasons to doubt the figures, and what they leave out."""
     left_out = [*profile.notes]
     if profile.unserved:
         left_out.append(f"without servers: {profile.unserved}")

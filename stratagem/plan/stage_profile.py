@@ -1,10 +1,10 @@
-"""What operations of stages take while all processes of a machine compute: the real stages' code.
+"""Measure the operations of pipeline stages in their real code, with several processes at once.
 
-Each process has the whole model as the only stage of a pipeline, with the threads that a stage has,
-and plays microbatches or chunks of the number and size that so many stages would have. So what few
-rows, few threads, full memory and the code around the layers cost is in what was measured. Of more
-stages than processors, as many play as there are processors. What stages spend on messages is
-measured between two stages that have next to nothing to compute.
+Each process has the whole model as the only stage of a pipeline, with the threads of a stage, and
+runs microbatches or chunks of the number and size that so many stages have. So the measurement
+includes the cost of few rows, few threads, shared memory bandwidth and the code around the layers.
+No more processes run than there are processors. Messages are measured between two stages that have
+next to nothing to compute. staged_step.py uses the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.cluster.environment import cores
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.plan.profile import Profile, StageTime
 from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import SCHEDULES, Op
@@ -29,12 +29,11 @@ from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import trace
-from stratagem.training.loop_process import with_tensors
 from stratagem.training.replica import current_replica
 from stratagem.training.stage import Stage, StageChannels, cut
 
 _SECONDS, _MOST, _TRIES = 0.3, 40, 7
-#: replicas whose rows a process plays at most; what is put off has all of them by then
+#: the most replicas whose rows a process computes, for its deferred weight gradients
 _ROWS = 4
 _MESSAGES = 32
 
@@ -52,7 +51,7 @@ class _Clock:
         return found
 
     def typical(self, kind: str) -> float:
-        """Of the mean operation of all batches but the first: late ones keep others waiting."""
+        """The mean operation of all batches but the first: a late one delays other stages."""
         seen = self.batches[1:] or self.batches  # the first one warms up, unless it took long
         each = [statistics.fmean(b[kind]) for b in seen if b.get(kind)]
         return statistics.fmean(each) if each else 0.0
@@ -78,11 +77,11 @@ class _TimedStage(Stage):
 class _TimedColumns(ColumnStage):
     clock: _Clock
 
-    def _chunk(self, k: int) -> None:
-        self.clock.time("F", super()._chunk, k)
+    def _forward_chunk(self, *args: Any) -> None:
+        self.clock.time("F", super()._forward_chunk, *args)
 
-    def _back(self, *args: Any) -> None:
-        self.clock.time("B", super()._back, *args)
+    def _backward_chunk(self, *args: Any) -> None:
+        self.clock.time("B", super()._backward_chunk, *args)
 
 
 def _judge(m: int, output: Any) -> Tensor:
@@ -90,8 +89,8 @@ def _judge(m: int, output: Any) -> Tensor:
 
 
 def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
-    """The profile with what operations of stages take among so many processes, where its layers can
-    be cut apart."""
+    """The profile with the seconds of stages' operations for these numbers of processes, if the
+    model can be split."""
     if not many or not measured.layers or trial.inputs is None or trial.arguments is None:
         return measured
     x, batch = trial.inputs(given), measured.batch
@@ -137,7 +136,7 @@ def _timed(
     *,
     columns: bool,
 ) -> StageTime:
-    """Of the slowest process."""
+    """The seconds of the slowest process."""
     found = strategy.run(_play, *played, n, pieces, columns, alone)
     forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
     return StageTime(n, pieces, forward, backward, late, alone)
@@ -153,8 +152,8 @@ def _play(
     columns: bool,
     alone: bool,
 ) -> tuple[float, float, float]:
-    """On a process: a forward, a backward, and what is put off to the end of a batch, of n
-    stages."""
+    """On a process: seconds of a forward, a backward and the weight gradients that are deferred to
+    the end of a batch of n stages."""
     replica, clock = current_replica(), _Clock()
     module.train()
     graph = trace(module, dict.fromkeys(names))
@@ -187,8 +186,8 @@ def _play(
 
 
 def _hand_over() -> float:
-    """On one of two processes: an operation of a stage that has next to nothing to compute, so what
-    messages take, and the code around them."""
+    """On one of two processes: seconds of an operation with next to nothing to compute, so of
+    messages and the code around them."""
     replica, times = current_replica(), []
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     graph = trace(net, torch.zeros(1, 1))

@@ -1,8 +1,14 @@
 """Predict a step of a pipeline: measured layers, cut as the strategy cuts them, in its schedule.
 
-Layers are measured one after another, for microbatches of several sizes, which says what part of
-the work each has. How long all of them take together was seen in the stages' own code, among as
-many processes (stage_profile.py). So small microbatches cost what they were seen to cost.
+What is measured, and where each measurement is used:
+
+    layer_profile   every layer alone, for several sizes of a microbatch: the share of the work that
+                    each part has, and where the model is cut
+    stage_profile   all layers in the stages' own code, in one process and in several at once: the
+                    seconds of a microbatch (`_model_seconds`). Where it was not measured (other
+                    devices than CPUs), the sum over the layers, scaled to the model's measured step
+                    (`_layer_scale`)
+    stage_profile   a message between two stages (`_message_seconds`), else the calibration's
 """
 
 from __future__ import annotations
@@ -24,15 +30,15 @@ from stratagem.rules.timeline import HandOver, Timeline, timeline
 
 
 class StagedStep(PredictedStep):
-    """Devices that have some of the layers each."""
+    """Devices of which each has some of the layers."""
 
     def staged(self) -> Prediction:
-        """As many examples a step as mirrored replicas on as many devices would take."""
+        """A step of as many examples as mirrored replicas on as many devices take."""
         busy = [sum(both) for both in zip(self.line.busy, self._late, strict=True)]
-        # until the last stage has made its weight gradients, behind its last operation
+        # weight gradients come after a stage's last operation
         whole = max(sum(both) for both in zip(self.line.ends, self._late, strict=True))
         busiest = max(busy)
-        over = self._handing * 2 * self.cfg.microbatches * self.cfg.parts
+        over = self._message_seconds * 2 * self.cfg.microbatches * self.cfg.parts
         parts = {
             "compute": busiest - over,
             "bubble": whole - busiest,
@@ -41,10 +47,10 @@ class StagedStep(PredictedStep):
             "overhead": self.cal.step,
         }
         if self.cfg.rows > 1:
-            parts["memory"] = self._added_up()
+            parts["memory"] = self._summing_seconds()
         if self.cfg.schedule == COLUMNS:
             once = sum(cost.seconds for cost in self.profile.unchunked)
-            parts["before and behind"] = once * self._unit * self.cfg.depth
+            parts["before and behind"] = once * self._layer_scale * self.cfg.depth
         found = self.prediction(parts)
         waits = 1 - sum(busy) / (len(busy) * whole) if whole else 0.0
         return replace(found, memory=max(self.memories, default=None), bubble=waits)
@@ -68,7 +74,7 @@ class StagedStep(PredictedStep):
 
     @cached_property
     def _late(self) -> list[float]:
-        """Seconds of weight gradients, which every stage makes once a batch: for all rows."""
+        """Seconds of each stage's deferred weight gradients, computed once a batch for all rows."""
         whole, n = self._tables[0].costs, self.cfg.depth
         found, at = [0.0] * n, 0
         if self.cfg.schedule == COLUMNS:
@@ -76,31 +82,31 @@ class StagedStep(PredictedStep):
         for part, costs in enumerate(self.stages):
             found[part % n] += sum(cost.late for cost in whole[at : at + len(costs)])
             at += len(costs)
-        each = self._among(self.cfg.per_host).late / sum(found) if sum(found) else 0.0
+        each = self._model_seconds(self.cfg.per_host).late / sum(found) if sum(found) else 0.0
         return [each * late for late in found]
 
     @property
     def _processors(self) -> int:
-        """How many stages of a host compute at the same time, at most."""
+        """The most stages of a host that compute at the same time."""
         return min(self.cfg.per_host, self.hw.cores) if self.on_cpu else self.cfg.per_host
 
     @property
-    def _turns(self) -> float:
-        """How much longer all of them take for what all do at once, each on one processor."""
+    def _oversubscribed(self) -> float:
+        """Stages of a host for each of its processors: how much longer they take all at once."""
         return self.cfg.per_host / self._processors
 
-    def _among(self, computing: int) -> StageTime:
-        """Of all layers together, for microbatches or chunks of this size, while so many stages of
-        the host compute: as the stages' own code took them, alone and with all at once; or, where
-        that was not tried, as layers took them."""
+    def _model_seconds(self, computing: int) -> StageTime:
+        """Seconds of all layers for a microbatch or chunk while so many stages of the host compute,
+        with more stages than processors one after another."""
         at_once = min(computing, self._processors)
-        found = self._at_once(at_once)
+        found = self._undisturbed(at_once)
         turns = computing / at_once
         forward, backward, late = (turns * s for s in (found.forward, found.backward, found.late))
         return replace(found, forward=forward, backward=backward, late=late)
 
-    def _at_once(self, busy: int) -> StageTime:
-        """The same, each on a processor of its own."""
+    def _undisturbed(self, busy: int) -> StageTime:
+        """The same with a processor for each of `busy` stages: between the measurements of one
+        stage alone and of all at once; where there are none, from the layers."""
         columns = self.cfg.schedule == COLUMNS
         tried = self.profile.chunk_times if columns else self.profile.stage_times
         here, pieces = self.cfg.per_host, self.table.pieces
@@ -111,7 +117,9 @@ class StagedStep(PredictedStep):
                 known = {t.processes: float(getattr(t, name)) for t in seen}
                 if not known:
                     return 0.0
-                return between(here, known, self.hw.cores) / (1.0 if here in known else self._turns)
+                return between(here, known, self.hw.cores) / (
+                    1.0 if here in known else self._oversubscribed
+                )
 
             def mixed(name: str) -> float:
                 alone, all_ = typical(name, True), typical(name, False)
@@ -119,20 +127,20 @@ class StagedStep(PredictedStep):
                 return all_ - max(0.0, all_ - alone) * (1 - others)
 
             return StageTime(here, pieces, mixed("forward"), mixed("backward"), mixed("late"))
-        costs, unit = self.table.costs, self._unit
+        costs, unit = self.table.costs, self._layer_scale
         forward = sum(c.forward for c in costs)
         rest = sum(c.seconds - c.late for c in costs) - forward
         late = 0.0 if columns else sum(c.late for c in self._tables[0].costs) * self.cfg.depth
         return StageTime(here, pieces, forward * unit, rest * unit, late * unit)
 
-    def _added_up(self) -> float:
-        """What stages of the same layers do to add up their gradients in shared memory."""
+    def _summing_seconds(self) -> float:
+        """Seconds in which rows all-reduce gradients in shared memory."""
         size, rows = self.profile.dense_bytes * self._largest, self.cfg.rows
-        return size * (2 + 1 / rows) / self.hw.local * self._turns
+        return size * (2 + 1 / rows) / self.hw.local * self._oversubscribed
 
     @cached_property
     def stages(self) -> list[Sequence[LayerCost]]:
-        """The layers of each part: where they fit, if they do so anywhere."""
+        """The layers of each part, split so that they fit into memory if any split does."""
         costs, parts = self.table.costs, self.cfg.depth * self.cfg.parts
         room = self.hw.room(self.cfg.per_host, self.profile.device)
         limits = [None if room is None else room / self.cfg.parts, None]
@@ -146,7 +154,7 @@ class StagedStep(PredictedStep):
         return [costs[i:j] for i, j in pairwise([*firsts, len(costs)])]
 
     def _sized(self, cost: LayerCost) -> LayerCost:
-        """With the bytes that this optimizer and this model were seen to hold."""
+        """The cost with the bytes that this optimizer and model were measured to hold."""
         return replace(
             cost,
             fixed=round(cost.fixed * self._fixed),
@@ -154,7 +162,7 @@ class StagedStep(PredictedStep):
         )
 
     def _kept_by_part(self) -> list[int]:
-        """Microbatches that each part keeps: a device's parts share what it keeps."""
+        """Microbatches that each part keeps: the parts of a device share its number."""
         n, cfg = self.cfg.depth, self.cfg
         schedule = PLANNED[cfg.schedule]
         held = [kept(schedule(d, n, cfg.microbatches, cfg.parts)) for d in range(n)]
@@ -162,13 +170,13 @@ class StagedStep(PredictedStep):
 
     @cached_property
     def _fixed(self) -> float:
-        """Bytes held for good for each byte that a layer was said to hold."""
+        """Measured permanent bytes for each byte that the layers' costs count."""
         held, said = self.profile.footprint, sum(c.fixed for c in self.profile.layers[0].costs)
         return held.fixed / said if held is not None and said else 1.0
 
     @cached_property
     def _activation(self) -> float:
-        """The same of activations: a tensor that two layers keep is there once."""
+        """The same for activations: a tensor that two layers keep exists once."""
         held, said = self.profile.footprint, sum(c.activation for c in self.profile.layers[0].costs)
         return held.activations / said if held is not None and said else 1.0
 
@@ -187,7 +195,7 @@ class StagedStep(PredictedStep):
 
     @property
     def _largest(self) -> float:
-        """The part of the parameters that the fullest device has, and updates."""
+        """The share of the parameters that the fullest device has and updates."""
         n = self.cfg.depth
         found = [0.0] * n
         for part, costs in enumerate(self.stages):
@@ -195,39 +203,42 @@ class StagedStep(PredictedStep):
         return max(found) / sum(found) if sum(found) else 1 / n
 
     @cached_property
-    def _handing(self) -> float:
-        """Seconds in which an operation takes a message and posts one: two copies."""
+    def _message_seconds(self) -> float:
+        """Seconds in which an operation receives a message and sends one: two copies."""
         alone = self.profile.operation or self.cal.microbatch
         widest = max((costs[-1].crossing for costs in self.stages[:-1]), default=0)
         return alone if self.cfg.hosts > 1 else alone + 2 * widest / self.hw.local
 
     @cached_property
     def line(self) -> Timeline:
-        """The real schedule, with what operations take while others compute."""
+        """The real schedule, with the seconds of operations while other stages compute."""
         forward = [sum(c.forward for c in costs) for costs in self.stages]
         backward = [sum(c.seconds - c.late - c.forward for c in costs) for costs in self.stages]
         shares = {"F": _shares(forward), "B": _shares(backward)}
-        cfg, takes = self.cfg, [dict[str, list[float]]()]  # by how many stages of a row compute
+        cfg, takes = (
+            self.cfg,
+            [dict[str, list[float]]()],
+        )  # by the number of computing stages in a row
         for computing in range(1, cfg.depth + 1):
-            times = self._among(min(computing * cfg.rows, cfg.per_host))
+            times = self._model_seconds(min(computing * cfg.rows, cfg.per_host))
             whole = {"F": times.forward, "B": times.backward}
             takes.append(
-                {k: [whole[k] * part + self._handing for part in shares[k]] for k in shares}
+                {k: [whole[k] * part + self._message_seconds for part in shares[k]] for k in shares}
             )
         given = (PLANNED[cfg.schedule], cfg.depth, cfg.microbatches, cfg.parts)
-        if takes[1] == takes[-1]:  # nobody keeps others up
+        if takes[1] == takes[-1]:  # stages do not slow each other down
             return timeline(*given, lambda op: takes[1][op.kind][op.part], self._carried)
         return crowded_timeline(*given, lambda op, k: takes[k][op.kind][op.part], self._carried)
 
     @property
-    def _unit(self) -> float:
-        """Seconds of a step for each that layers were seen to take one by one, on a processor of
-        its own."""
+    def _layer_scale(self) -> float:
+        """Seconds of the model's measured step for each second of its layers measured alone, on a
+        processor of its own."""
         whole = sum(cost.seconds for cost in self.profile.layers[0].costs)
-        return self.compute / self._turns / whole if whole else 0.0
+        return self.compute / self._oversubscribed / whole if whole else 0.0
 
     def _carried(self, op: Op) -> HandOver:
-        """Over the link, between hosts; what is copied in memory is an operation's own time."""
+        """A message over the link between hosts; copies in memory are part of an operation."""
         cfg = self.cfg
         source = op.part if op.kind == "F" else op.part - 1
         to = op.part + (1 if op.kind == "F" else -1)
@@ -240,5 +251,5 @@ class StagedStep(PredictedStep):
 
 
 def _shares(of: Sequence[float]) -> list[float]:
-    """Of the sum of all."""
+    """Each number as a share of the sum."""
     return [each / sum(of) if sum(of) else 1 / len(of) for each in of]

@@ -27,7 +27,7 @@ from stratagem.rules.layer_split import LayerCost, split_layers
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.stage import StagePart, tensors_of
 
-#: modules that treat every moment by itself
+#: modules that treat every time step by itself
 _MOMENTS = (
     *(nn.Linear, nn.Dropout, nn.LayerNorm, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh),
     *(nn.Sigmoid, nn.LeakyReLU, nn.ELU),
@@ -42,23 +42,23 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass
 class ColumnOp:
-    """One recurrent layer, or another node; names are those of values of a chunk."""
+    """An operation on a chunk: a recurrent layer or another node; names are those of values."""
 
     name: str
     inputs: list[str]
-    #: of a recurrent layer
+    #: the recurrent layer, if it is one
     layer: nn.RNNBase | None = None
-    #: what is dropped of its output, and the name of the stack with the number of the layer in it
+    #: the dropout rate of its output, and the name of its stack
     dropout: float = 0.0
     stack: str = ""
-    #: of another one
+    #: else the node
     node: fx.Node | None = None
     weights: int = 0
 
 
 @dataclass
 class ColumnPlan:
-    """A model in three pieces, the middle one over the devices."""
+    """A model in three pieces, of which the middle one is divided over the devices."""
 
     graph: LayerGraph
     before: list[fx.Node]
@@ -69,7 +69,7 @@ class ColumnPlan:
     #: the value that the columns begin with, and the axis of time
     entry: fx.Node
     axis: int
-    #: by its name in the graph, what each value of the columns is called there
+    #: by name in the graph, the name of each value in the columns
     names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -81,7 +81,7 @@ class ColumnPlan:
         return self.ops[self.firsts[device] : [*self.firsts, len(self.ops)][device + 1]]
 
     def live(self, device: int) -> list[str]:
-        """The values that go from this device to the next one; of the last, what comes after."""
+        """The values that a device sends to the next one; the last device's are used after them."""
         made = {self.entry.name, *(op.name for d in range(device + 1) for op in self.of(d))}
         needed = [
             name for d in range(device + 1, self.devices) for op in self.of(d) for name in op.inputs
@@ -90,7 +90,7 @@ class ColumnPlan:
 
     @property
     def wanted(self) -> list[str]:
-        """Values of the columns that are used after them, whole."""
+        """Names of the columns' values that are used after them."""
         used = (value.name for node in self.after for value in node.all_input_nodes)
         return list(dict.fromkeys(self.names[name] for name in used if name in self.names))
 
@@ -128,7 +128,7 @@ class ColumnPlan:
 
 
 def plan_columns(graph: LayerGraph, devices: int) -> ColumnPlan:
-    """Find the stack of recurrent layers, and divide it; raises where there is none."""
+    """Find the stack of recurrent layers, and divide it over the devices."""
     module = graph.module
     stacks = [n for layer in graph.layers for n in layer.nodes if _recurrent(module, n) is not None]
     if not stacks:
@@ -263,7 +263,7 @@ class _Middle:
 
 
 def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
-    """One layer of a stack, with the very parameters of it."""
+    """One layer of a stack, with the stack's own parameters."""
     width = getattr(stack, "proj_size", 0) or stack.hidden_size
     options: dict[str, Any] = {"bias": stack.bias, "batch_first": stack.batch_first}
     if isinstance(stack, nn.LSTM):
@@ -281,8 +281,8 @@ def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
 
 @contextmanager
 def fast_recurrence() -> Iterator[None]:
-    """While a recurrent layer runs forward: on ARM with torch's own kernels, which take less than
-    half of the time of oneDNN's there (benchmarks/columns)."""
+    """Within, recurrent layers on ARM use torch's own kernels, which take less than half of the
+    time of oneDNN's there (benchmarks/columns)."""
     if platform.machine() not in _ARM:
         yield
         return

@@ -1,10 +1,15 @@
 """One device of a stack of recurrent layers in columns: chunks of time forward, then backward.
 
-Chunks may be pieces by rows as well, each with the whole sequence: these leave each other no state.
+    device 0    before   F0 F1 F2 ......... B2 B1 B0   before, backward
+    device 1                F0 F1 F2 after B2 B1 B0
 
-Every chunk has a graph of its own. What comes from another device, and the state that the chunk
-before has left, are its leaves; backward takes their gradients from the next device and from the
-chunk behind. The result is that of the whole sequence.
+A chunk is a piece of the sequence, or a piece of the rows with the whole sequence; chunks by rows
+pass no state on. Every chunk has a graph of its own, whose leaves are the values received from the
+device before and the state that the previous chunk left. Backward takes the gradients of what a
+chunk has sent from the next device, and those of its state from the following chunk. The last
+device computes what comes after the columns on all chunks put together; the other devices send it
+their "rest": states that were left, and values from before the columns. The result is that of the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -20,15 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import share, tensors_in
+from stratagem.data.shares import share, tensors_in, with_tensors
 from stratagem.errors import NotDistributable
-from stratagem.rules.chunk_choice import ChunkChoice, Chunks
+from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import Op, waves
 from stratagem.training.column_plan import ColumnOp, ColumnPlan, fast_recurrence
-from stratagem.training.layer_costs import run_node
+from stratagem.training.layer_graph import run_node
 from stratagem.training.stage import Inputs, Judge, reseed
 from stratagem.wire.collective import Collective
-from stratagem.wire.tree_channel import open_channels
+from stratagem.wire.tree_channel import TreeChannel, open_channels
 
 log = logging.getLogger("stratagem")
 
@@ -43,13 +48,39 @@ State = tuple[Tensor, ...]
 
 @dataclass
 class _Chunk:
-    """What a chunk leaves until its backward."""
+    """What a chunk keeps until its backward."""
 
     received: list[Tensor]
     #: by layer: the state that it began with, and the one that it left
     began: dict[str, State] = field(default_factory=dict)
     left: dict[str, State] = field(default_factory=dict)
     sent: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Batch:
+    """What one device keeps of a batch between its operations."""
+
+    seed: int
+    #: first and last step, or row, of each chunk; the axis that is cut
+    cuts: list[tuple[int, int]]
+    axis: int
+    by_rows: bool
+    #: values outside the columns
+    values: dict[fx.Node, Any]
+    #: on the first device: what the columns begin with, and its gradients by chunk, in order
+    entry: Tensor | None = None
+    entry_gradients: list[Tensor] = field(default_factory=list)
+    chunks: dict[int, _Chunk] = field(default_factory=dict)
+    #: by layer, the state that the newest chunk left
+    states: dict[str, State] = field(default_factory=dict)
+    #: this device's rest, of which the first `state_count` are states; and its gradients
+    rest: list[Tensor] = field(default_factory=list)
+    state_count: int = 0
+    rest_gradients: list[Tensor | None] = field(default_factory=list)
+    #: on the last device, as leaves: outputs of the columns, and the rest of every device
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    rest_leaves: list[list[Tensor]] = field(default_factory=list)
 
 
 class ColumnChannels:
@@ -78,50 +109,62 @@ class ColumnStage:
     ) -> None:
         self._plan, self._device, self._choice = plan, device, choice
         self._channels, self._autocast = channels, autocast
-        self._last = device == plan.devices - 1
+        self._is_last = device == plan.devices - 1
         self._ops = plan.of(device)
-        self._live = plan.live(device)
-        self._come = [plan.entry.name] if device == 0 else plan.live(device - 1)
-        self._values: dict[fx.Node, Any] = {}
+        #: names of the values that a chunk receives, and of those that it sends
+        self._receives = [plan.entry.name] if device == 0 else plan.live(device - 1)
+        self._sends = plan.live(device)
 
     def run(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
-        """One batch, in one piece by rows; `ops` are others here: chunks of time."""
+        """One batch, in one piece; `ops` of microbatches are not used: columns have their own."""
         started = time.perf_counter()
-        self._seed, self._values = seeds[0], {}
-        self._chunks: dict[int, _Chunk] = {}
-        self._states: dict[str, State] = {}
         with self._autocast():
-            count = self._begin(inputs[0])
-        gradients: list[Tensor | None] = []
-        for kind, _, k in waves(self._device, self._plan.devices, count):
+            batch = self._begin(inputs[0], seeds[0])
+        last = len(batch.cuts) - 1
+        for kind, _, k in waves(self._device, self._plan.devices, len(batch.cuts)):
             if kind == "B":
-                self._back(k, gradients)
+                self._backward_chunk(batch, k)
                 continue
             with self._autocast():
-                self._chunk(k)
-                loss = self._finish(inputs[0], judge) if k == count - 1 else None
-            if k == count - 1:
-                gradients = self._turn(loss)
-        self._end(gradients)
-        self._chunks.clear()
+                self._forward_chunk(batch, k)
+                loss = self._turn(batch, inputs[0], judge) if k == last else None
+            if k == last:
+                batch.rest_gradients = self._rest_gradients(batch, loss)
+        self._backward_before(batch)
         if self._choice.took(time.perf_counter() - started):
             log.warning("columns: %s are the fastest", self._choice.best)
 
     # --- forward ----------------------------------------------------------------------------
 
-    def _begin(self, inputs: Inputs) -> int:
-        """What comes before the columns, once; returns the number of chunks."""
+    def _begin(self, inputs: Inputs, seed: int) -> _Batch:
+        """Run what comes before the columns, and cut the sequence; later devices follow."""
         if self._device:
-            self._inbox = self._channels.forward[self._device - 1, "chunks"]
-            told = self._inbox.take()
-            self._seed = told["seed"]
-            self._inbox.release()
-            chunks = Chunks(told["number"], told["by_rows"])
-            return self._cut(told["length"], chunks)
-        self._run_whole(self._plan.before, inputs)
-        entry = self._values.get(self._plan.entry)
+            channel = self._channels.forward[self._device - 1, "chunks"]
+            message = channel.take()
+            channel.release()
+        else:
+            values: dict[fx.Node, Any] = {}
+            self._run_whole(self._plan.before, inputs, values, seed)
+            entry = self._entry(inputs, values)
+            time_axis = self._plan.axis
+            chunks = self._choice.begin(entry.shape[time_axis], entry.shape[1 - time_axis])
+            length = entry.shape[1 - time_axis if chunks.by_rows else time_axis]
+            message = {"seed": seed, "length": length}
+            message |= {"number": chunks.number, "by_rows": chunks.by_rows}
+        if not self._is_last:
+            self._channels.forward[self._device, "chunks"].post(message)
+        number, by_rows = message["number"], message["by_rows"]
+        cuts = [share(message["length"], number, k) for k in range(number)]
+        axis = 1 - self._plan.axis if by_rows else self._plan.axis
+        if self._device:
+            return _Batch(message["seed"], cuts, axis, by_rows, {})
+        return _Batch(seed, cuts, axis, by_rows, values, entry)
+
+    def _entry(self, inputs: Inputs, values: dict[fx.Node, Any]) -> Tensor:
+        """The value that the columns begin with."""
+        entry = values.get(self._plan.entry)
         if entry is None:
             entry = inputs[self._plan.graph.inputs.index(self._plan.entry)]
         if not isinstance(entry, Tensor) or entry.dim() != 3:
@@ -129,46 +172,37 @@ class ColumnStage:
                 "columns cut a tensor of (rows, time, features), and the recurrent layers are "
                 f"given a {type(entry).__name__}; pad the sequences, or use microbatches instead."
             )
-        self._entry, axis = entry, self._plan.axis
-        chunks = self._choice.begin(entry.shape[axis], entry.shape[1 - axis])
-        length = entry.shape[1 - axis if chunks.by_rows else axis]
-        return self._cut(length, chunks)
+        return entry
 
-    def _cut(self, length: int, chunks: Chunks) -> int:
-        """Cut so many steps, or rows, into chunks, and have the next device do the same."""
-        if not self._last:
-            told = {"seed": self._seed, "length": length}
-            told |= {"number": chunks.number, "by_rows": chunks.by_rows}
-            self._channels.forward[self._device, "chunks"].post(told)
-        self._by_rows = chunks.by_rows
-        self._axis = 1 - self._plan.axis if chunks.by_rows else self._plan.axis
-        self._cuts = [share(length, chunks.number, k) for k in range(chunks.number)]
-        return chunks.number
-
-    def _chunk(self, k: int) -> None:
-        chunk = self._chunks[k] = _Chunk(self._received(k))
-        values: dict[str, Tensor] = dict(zip(self._come, chunk.received, strict=True))
+    def _forward_chunk(self, batch: _Batch, k: int) -> None:
+        chunk = batch.chunks[k] = _Chunk(self._received(batch, k))
+        values: dict[str, Tensor] = dict(zip(self._receives, chunk.received, strict=True))
         for number, op in enumerate(self._ops, self._plan.firsts[self._device]):
-            reseed(self._seed, number * len(self._cuts) + k)
-            values[op.name] = self._apply(op, values, chunk)
-        chunk.sent = [values[name] for name in self._live]
-        if not self._last:
+            reseed(batch.seed, number * len(batch.cuts) + k)
+            values[op.name] = self._apply(op, values, batch, chunk)
+        chunk.sent = [values[name] for name in self._sends]
+        if not self._is_last:
             trained = [tensor.requires_grad for tensor in chunk.sent]
             message = {"values": chunk.sent, "trained": trained}
             self._channels.forward[self._device, "chunks"].post(message)
 
-    def _received(self, k: int) -> list[Tensor]:
-        if self._device == 0:
-            start, end = self._cuts[k]
-            piece = self._entry.detach().narrow(self._axis, start, end - start)
-            return [piece.requires_grad_(self._entry.requires_grad)]
-        told = self._inbox.take()
-        pairs = zip(told["values"], told["trained"], strict=True)
+    def _received(self, batch: _Batch, k: int) -> list[Tensor]:
+        """The inputs of a chunk, as leaves."""
+        if batch.entry is not None:
+            start, end = batch.cuts[k]
+            piece = batch.entry.detach().narrow(batch.axis, start, end - start)
+            return [piece.requires_grad_(batch.entry.requires_grad)]
+        channel = self._channels.forward[self._device - 1, "chunks"]
+        message = channel.take()
+        pairs = zip(message["values"], message["trained"], strict=True)
         found = [value.clone().requires_grad_(trained) for value, trained in pairs]
-        self._inbox.release()
+        channel.release()
         return found
 
-    def _apply(self, op: ColumnOp, values: dict[str, Tensor], chunk: _Chunk) -> Tensor:
+    def _apply(
+        self, op: ColumnOp, values: dict[str, Tensor], batch: _Batch, chunk: _Chunk
+    ) -> Tensor:
+        """The output of an operation for one chunk."""
         if op.layer is None:
             assert op.node is not None
             names = self._plan.names
@@ -176,200 +210,185 @@ class ColumnStage:
                 self._plan.graph.module, op.node, lambda node: values[names[node.name]]
             )
             return found
-        before = self._states.get(op.name)
+        before = batch.states.get(op.name)
         given: Any = None
-        if before is not None and not self._by_rows:
+        if before is not None and not batch.by_rows:
             began = tuple(t.detach().requires_grad_(t.requires_grad) for t in before)
             chunk.began[op.name] = began
             given = began if isinstance(op.layer, nn.LSTM) else began[0]
         with fast_recurrence():
             output, state = op.layer(values[op.inputs[0]], given)
         chunk.left[op.name] = state if isinstance(state, tuple) else (state,)
-        self._states[op.name] = chunk.left[op.name]
+        batch.states[op.name] = chunk.left[op.name]
         return F.dropout(output, op.dropout, op.layer.training) if op.dropout else output
 
     # --- after the columns ------------------------------------------------------------------
 
-    def _rest(self) -> list[Any]:
-        """What the last device needs beside chunks: states that were left, earlier values."""
+    def _turn(self, batch: _Batch, inputs: Inputs, judge: Judge) -> Tensor | None:
+        """Hand over this device's rest; on the last device, run what comes after the columns and
+        return the loss."""
         stacks = self._plan.states
-        mine: list[Any] = [self._state(op.name) for op in self._ops if op.stack in stacks]
-        self._left = len(list(tensors_in(mine)))
+        rest: list[Any] = [self._state(batch, op.name) for op in self._ops if op.stack in stacks]
+        batch.state_count = len(list(tensors_in(rest)))
         if self._device == 0:
-            mine += [self._values[node] for node in self._plan.carried()]
-        return mine
+            rest += [batch.values[node] for node in self._plan.carried()]
+        batch.rest = list(tensors_in(rest))
+        if self._is_last:
+            return self._after(batch, rest, inputs, judge)
+        trained = [tensor.requires_grad for tensor in batch.rest]
+        message = {"values": rest, "trained": trained}
+        self._channels.forward[self._device, "rest"].post(message)
+        return None
 
-    def _state(self, name: str) -> list[Tensor]:
-        """What a layer has left in the end: of all rows."""
-        if not self._by_rows:
-            return list(self._states[name])
-        parts = zip(*(chunk.left[name] for chunk in self._chunks.values()), strict=True)
+    def _state(self, batch: _Batch, name: str) -> list[Tensor]:
+        """The state that a layer has left at the end, for all rows."""
+        if not batch.by_rows:
+            return list(batch.states[name])
+        parts = zip(*(chunk.left[name] for chunk in batch.chunks.values()), strict=True)
         return [torch.cat(each, _ROWS_OF_STATE) for each in parts]
 
-    def _finish(self, inputs: Inputs, judge: Judge) -> Tensor | None:
-        """On the last device: everything behind the columns, on the whole sequence."""
-        mine = self._rest()
-        self._told = list(tensors_in(mine))
-        if not self._last:
-            trained = [tensor.requires_grad for tensor in self._told]
-            message = {"values": mine, "trained": trained}
-            self._channels.forward[self._device, "rest"].post(message)
-            return None
+    def _after(self, batch: _Batch, own: list[Any], inputs: Inputs, judge: Judge) -> Tensor:
+        """Everything after the columns, on the whole sequence; returns the loss."""
         plan = self._plan
-        whole = {
-            name: _leaf(torch.cat([c.sent[i].detach() for c in self._chunks.values()], self._axis))
-            for i, name in enumerate(self._live)
-        }
-        self._whole = [whole[name] for name in self._live]
-        self._leaves: list[list[Tensor]] = []
-        rest = [self._take_rest(d) for d in range(plan.devices - 1)]
-        self._own_rest = [_leaf(t.detach()) for t in self._told]
-        own = iter(self._own_rest)
-        rest.append([[next(own) for _ in state] for state in mine])
-        self._place(whole, rest)
-        self._run_whole([n for n in plan.after if n is not plan.graph.output], inputs)
-        get = self._getter(inputs)
-        output = fx.node.map_arg(plan.graph.output.args[0], get)
-        return judge(0, output)
+        for i, name in enumerate(self._sends):
+            pieces = [chunk.sent[i].detach() for chunk in batch.chunks.values()]
+            batch.outputs[name] = _leaf(torch.cat(pieces, batch.axis))
+        rest = [self._received_rest(device) for device in range(plan.devices - 1)]
+        rest.append(with_tensors(own, lambda tensor: _leaf(tensor.detach())))
+        batch.rest_leaves = [list(tensors_in(each)) for each in rest]
+        self._place(batch, rest)
+        nodes = [node for node in plan.after if node is not plan.graph.output]
+        self._run_whole(nodes, inputs, batch.values, batch.seed)
+        get = self._getter(inputs, batch.values)
+        return judge(0, fx.node.map_arg(plan.graph.output.args[0], get))
 
-    def _take_rest(self, device: int) -> list[Any]:
+    def _received_rest(self, device: int) -> list[Any]:
+        """The rest of another device, as leaves."""
         channel = self._channels.forward[device, "rest"]
-        told = channel.take()
-        values, trained, leaves = told["values"], iter(told["trained"]), []
-
-        def enter(tree: Any) -> Any:
-            if isinstance(tree, Tensor):
-                leaf = tree.clone().requires_grad_(next(trained))
-                leaves.append(leaf)
-                return leaf
-            return [enter(part) for part in tree] if isinstance(tree, list | tuple) else tree
-
-        found = [enter(value) for value in values]
+        message = channel.take()
+        trained = iter(message["trained"])
+        found: list[Any] = with_tensors(
+            message["values"], lambda tensor: tensor.clone().requires_grad_(next(trained))
+        )
         channel.release()
-        self._leaves.append(leaves)
         return found
 
-    def _place(self, whole: dict[str, Tensor], rest: list[list[Any]]) -> None:
-        """Give the values of the columns their names in the graph."""
+    def _place(self, batch: _Batch, rest: list[list[Any]]) -> None:
+        """Give the outputs of the columns, and the rest of all devices, to their nodes."""
         plan = self._plan
         by_name = {node.name: node for node in plan.graph.graph.nodes}
         for name, value in plan.names.items():
-            if value in whole:
-                self._values[by_name[name]] = whole[value]
+            if value in batch.outputs:
+                batch.values[by_name[name]] = batch.outputs[value]
         left: dict[str, list[list[Tensor]]] = {}
-        for device, told in enumerate(rest):
+        for device, values in enumerate(rest):
             stacked = [op for op in plan.of(device) if op.stack in plan.states]
-            for op, state in zip(stacked, told, strict=False):
+            for op, state in zip(stacked, values, strict=False):
                 left.setdefault(op.stack, []).append(state)
-            if device == 0 and plan.devices > 1:
-                self._values.update(zip(plan.carried(), told[len(stacked) :], strict=True))
+            if device == 0:
+                batch.values.update(zip(plan.carried(), values[len(stacked) :], strict=True))
         for stack, layers in left.items():
             state = tuple(torch.cat(parts) for parts in zip(*layers, strict=True))
             read = state if len(state) > 1 else state[0]
             for node in by_name[stack].users:
                 if node.args[1] == 1:
-                    self._values[node] = read
+                    batch.values[node] = read
 
-    def _run_whole(self, nodes: Sequence[fx.Node], inputs: Inputs) -> None:
-        get, order = self._getter(inputs), list(self._plan.graph.graph.nodes)
+    def _run_whole(
+        self, nodes: Sequence[fx.Node], inputs: Inputs, values: dict[fx.Node, Any], seed: int
+    ) -> None:
+        """Run nodes outside the columns, and add what they return to `values`."""
+        get, order = self._getter(inputs, values), list(self._plan.graph.graph.nodes)
         for node in nodes:
-            reseed(self._seed, _WHOLE + order.index(node))
-            self._values[node] = run_node(self._plan.graph.module, node, get)
+            reseed(seed, _WHOLE + order.index(node))
+            values[node] = run_node(self._plan.graph.module, node, get)
 
-    def _getter(self, inputs: Inputs) -> Callable[[fx.Node], Any]:
-        places = {node: i for i, node in enumerate(self._plan.graph.inputs)}
+    def _getter(self, inputs: Inputs, values: dict[fx.Node, Any]) -> Callable[[fx.Node], Any]:
+        graph = self._plan.graph
+        places = {node: i for i, node in enumerate(graph.inputs)}
 
         def get(node: fx.Node) -> Any:
-            if node in places:
-                return inputs[places[node]]
-            if node.op == "get_attr":
-                return self._plan.graph.look_up(str(node.target))
-            return self._values[node]
+            return inputs[places[node]] if node in places else graph.value(node, values)
 
         return get
 
     # --- backward ---------------------------------------------------------------------------
 
-    def _turn(self, loss: Tensor | None) -> list[Tensor | None]:
-        """The gradients of what `_rest` told."""
-        if self._last:
-            assert loss is not None
-            if loss.requires_grad:
-                torch.autograd.backward([loss])
-            for device, leaves in enumerate(self._leaves):
-                self._channels.backward[device, "rest"].post([leaf.grad for leaf in leaves])
-            return [leaf.grad for leaf in self._own_rest]
-        channel = self._channels.backward[self._device, "rest"]
-        found = [None if g is None else g.clone() for g in channel.take()]
-        channel.release()
-        return found
+    def _rest_gradients(self, batch: _Batch, loss: Tensor | None) -> list[Tensor | None]:
+        """The gradients of this device's rest; the last device makes them, for all devices."""
+        if not self._is_last:
+            return _gradients_from(self._channels.backward[self._device, "rest"])
+        assert loss is not None
+        if loss.requires_grad:
+            torch.autograd.backward([loss])
+        *others, own = batch.rest_leaves
+        for device, leaves in enumerate(others):
+            self._channels.backward[device, "rest"].post([leaf.grad for leaf in leaves])
+        return [leaf.grad for leaf in own]
 
-    def _back(self, k: int, rest: list[Tensor | None]) -> None:
-        """One chunk backward; the one behind it has been."""
-        chunk = self._chunks[k]
-        pairs = list(zip(chunk.sent, self._gradients(k), strict=True))
-        behind = self._chunks.get(k + 1)
+    def _backward_chunk(self, batch: _Batch, k: int) -> None:
+        """One chunk backward, after the chunk that follows it."""
+        chunk, following = batch.chunks[k], batch.chunks.pop(k + 1, None)
+        pairs = list(zip(chunk.sent, self._sent_gradients(batch, k), strict=True))
         for name, left in chunk.left.items():
-            if behind is not None and name in behind.began:
-                pairs += zip(left, (t.grad for t in behind.began[name]), strict=True)
-        if self._by_rows:
-            pairs += self._left_by(k, rest)
-        elif behind is None:
-            pairs += zip(self._told[: self._left], rest[: self._left], strict=True)
-        pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
-        if pairs:
-            roots, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(roots, gradients)
+            if following is not None and name in following.began:
+                pairs += zip(left, (t.grad for t in following.began[name]), strict=True)
+        n = batch.state_count
+        if batch.by_rows:
+            pairs += self._state_gradients(batch, k)
+        elif following is None:
+            pairs += zip(batch.rest[:n], batch.rest_gradients[:n], strict=True)
+        _backward(pairs)
         if self._device:
-            told = [leaf.grad for leaf in chunk.received]
-            self._channels.backward[self._device - 1, "chunks"].post(told)
-        if behind is not None:
-            del self._chunks[k + 1]
-        self._first_gradient(k, chunk)
+            grads = [leaf.grad for leaf in chunk.received]
+            self._channels.backward[self._device - 1, "chunks"].post(grads)
+        elif (gradient := chunk.received[0].grad) is not None:
+            batch.entry_gradients.insert(0, gradient)
 
-    def _left_by(self, k: int, rest: list[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+    def _sent_gradients(self, batch: _Batch, k: int) -> list[Tensor | None]:
+        """The gradients of what a chunk has sent, or given to what comes after the columns."""
+        if not self._is_last:
+            return _gradients_from(self._channels.backward[self._device, "chunks"])
+        start, end = batch.cuts[k]
+        grads = [batch.outputs[name].grad for name in self._sends]
+        return [None if g is None else g.narrow(batch.axis, start, end - start) for g in grads]
+
+    def _state_gradients(self, batch: _Batch, k: int) -> list[tuple[Tensor, Tensor | None]]:
         """The states that a piece of the rows has left, and their gradients."""
-        stacks, (start, end) = self._plan.states, self._cuts[k]
+        stacks, (start, end) = self._plan.states, batch.cuts[k]
         names = [op.name for op in self._ops if op.stack in stacks]
-        left = [tensor for name in names for tensor in self._chunks[k].left[name]]
-        cut = [
+        left = [tensor for name in names for tensor in batch.chunks[k].left[name]]
+        grads = [
             None if g is None else g.narrow(_ROWS_OF_STATE, start, end - start)
-            for g in rest[: self._left]
+            for g in batch.rest_gradients[: batch.state_count]
         ]
-        return list(zip(left, cut, strict=True))
+        return list(zip(left, grads, strict=True))
 
-    def _gradients(self, k: int) -> list[Tensor | None]:
-        if self._last:
-            start, end = self._cuts[k]
-            return [
-                None if w.grad is None else w.grad.narrow(self._axis, start, end - start)
-                for w in self._whole
-            ]
-        channel = self._channels.backward[self._device, "chunks"]
-        found = [None if g is None else g.clone() for g in channel.take()]
-        channel.release()
-        return found
-
-    def _first_gradient(self, k: int, chunk: _Chunk) -> None:
-        if self._device == 0:
-            if k == len(self._cuts) - 1:
-                self._entered: list[Tensor] = []
-            if (gradient := chunk.received[0].grad) is not None:
-                self._entered.insert(0, gradient)
-
-    def _end(self, rest: list[Tensor | None]) -> None:
-        """What comes before the columns, backward."""
-        if self._device or not self._plan.before:
+    def _backward_before(self, batch: _Batch) -> None:
+        """What comes before the columns, backward; on the first device."""
+        if batch.entry is None or not self._plan.before:
             return
-        pairs: list[tuple[Tensor, Tensor | None]] = []
-        if self._entered:
-            pairs.append((self._entry, torch.cat(self._entered, self._axis)))
-        pairs += zip(self._told[self._left :], rest[self._left :], strict=True)
-        pairs = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
-        if pairs:
-            roots, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(roots, gradients)
+        n = batch.state_count
+        pairs = list(zip(batch.rest[n:], batch.rest_gradients[n:], strict=True))
+        if batch.entry_gradients:
+            pairs.append((batch.entry, torch.cat(batch.entry_gradients, batch.axis)))
+        _backward(pairs)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+def _backward(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Backward from several tensors that have gradients."""
+    found = [(t, g) for t, g in pairs if g is not None and t.requires_grad]
+    if found:
+        roots, gradients = zip(*found, strict=True)
+        torch.autograd.backward(roots, gradients)
+
+
+def _gradients_from(channel: TreeChannel) -> list[Tensor | None]:
+    """The gradients of the next message, in memory of their own."""
+    found = [None if g is None else g.clone() for g in channel.take()]
+    channel.release()
+    return found

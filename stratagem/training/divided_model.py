@@ -1,4 +1,4 @@
-"""A model of which every process computes a part of each layer, on all rows."""
+"""Tensor parallelism: every process computes a part of each layer, on all rows."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows, tensors_in
+from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.divided_update import DividedUpdate, OwnPart
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training import setup
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_graph import LayerGraph, trace
+from stratagem.training.layer_graph import LayerGraph, shapes_of, trace
 from stratagem.training.led_loop import LedLoop
-from stratagem.training.loop_process import Mode, with_tensors
+from stratagem.training.loop_process import Mode
 from stratagem.training.replica import Replica
 from stratagem.training.settings import TensorParallel
+from stratagem.training.stage_plan import alike
 from stratagem.training.tensor_plan import make_plan
 from stratagem.training.tensor_program import (
     OPENED,
     OwnParts,
-    agree,
     divided_program,
-    shapes_of,
     table,
 )
 from stratagem.wire.shared_memory import sharing
@@ -39,12 +38,12 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: rows on which it is tried that the divided layers are the model
+#: rows on which the divided layers are compared with the whole model
 TRIED = 5
 
 
 def check_alike(values: Sequence[float]) -> None:
-    """Refuse to go on where processes have come apart: these are of one batch."""
+    """Refuse to go on if processes have computed different values of one batch."""
     first = values[0]
     for value in values:
         near = math.isclose(value, first, rel_tol=1e-4, abs_tol=1e-6) or value == first
@@ -57,7 +56,7 @@ def check_alike(values: Sequence[float]) -> None:
 
 
 class DividedModel:
-    """A traced model, divided; `run` is this process' program. Made collectively."""
+    """A traced model with divided layers; `run` is this process' program. Made collectively."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class DividedModel:
         self._graph, self._leads = graph, replica.leads
         self._collective = sharing(replica.collective)
         plan = make_plan(graph, replica.count, asked, self._shapes(few), kept)
-        #: buffers that are divided; those of all other layers every process has
+        #: buffers that are divided; every process has the buffers of all other layers
         self.divided = {b for b in graph.module.buffers() if b in plan.divided}
         self.statistics = SharedTensors(
             [b for b in graph.module.buffers() if b in self.divided and b not in shared],
@@ -93,7 +92,7 @@ class DividedModel:
 
     @torch.no_grad()
     def _shapes(self, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
-        """Of all values; only the first process runs whole layers. Collective."""
+        """The shapes of all values; only the first process runs whole layers. Collective."""
         graph, told = self._graph, None
         nodes = list(graph.graph.nodes)
         if self._leads:
@@ -113,12 +112,12 @@ class DividedModel:
             with dry_run(*module.modules()):
                 found = module(**dict(zip(names, few, strict=True)))
                 whole = [t.clone() for t in tensors_in([found])]
-        self._collective.barrier()  # statistics are shared, and are as they were
+        self._collective.barrier()  # the first process has restored the shared statistics
         with dry_run(*module.modules()):
-            self._collective.barrier()  # everybody has noted them
+            self._collective.barrier()  # all processes have noted the statistics
             divided = [t.clone() for t in tensors_in([self.run(*few)])]
-            self._collective.barrier()  # nobody takes back what others still read
-        same = not self._leads or agree(whole, divided)
+            self._collective.barrier()  # no process restores statistics while another reads them
+        same = not self._leads or alike(whole, divided)
         if not all(gather_tree(self._collective, same)):
             raise NotDistributable(
                 f"the divided layers of {type(module).__name__} do not give what its forward "
@@ -130,14 +129,13 @@ class DividedModel:
 
 # --- Whole passes through layers that are divided over processes, for a custom loop ---------------
 #
-# All processes run every pass on all rows, and draw what the first one draws. A gradient of a part
-# is added to the whole gradient in shared memory, which the loop sees; an update takes it from
-# there.
+# All processes run every pass on all rows, with the first one's random numbers. The gradient of a
+# part is added to the whole gradient in shared memory, where the loop and the update find it.
 
 
 @dataclass
 class DividedSplit:
-    """The model in parts, for one mode."""
+    """The divided model for one mode."""
 
     mode: Mode
     model: DividedModel
@@ -152,12 +150,12 @@ class DividedPasses(LedLoop):
         super().__init__(replica, model, optimizer, model.parameters())
         self._asked, self._group = dict(tensor.plan), SharedScratch(self._collective)
         self._places = {param: i for i, param in enumerate(self._params)}
-        #: what this process updates, once the model is divided
+        #: the parts that this process updates, once the model is divided
         self._stepped: list[OwnPart] = []
         self._update: DividedUpdate | None = None
         self._there: list[bool] = []
         self._buffers = list(model.buffers())
-        #: those that every process has, since the last pass; batch_norm writes past autograd
+        #: buffers written since the last pass; `closely`, since batch_norm bypasses versions
         self._written = TensorTracker(self._buffers, closely=True)
         self._statistics: list[SharedTensors] = []
         self._divided: set[Tensor] = set()
@@ -169,7 +167,7 @@ class DividedPasses(LedLoop):
         mine = None if x is None else rows(list(x.values()), 0, min(self._rows, TRIED))
         few = broadcast_tree(self._collective, mine)
         given = (graph, few, self._params, self._replica, self._asked, self._group)
-        with torch.autocast("cpu", enabled=False):  # which the loop has for itself so far
+        with torch.autocast("cpu", enabled=False):  # the loop's autocast is not sent yet
             model = DividedModel(*given, shared=self._divided)
         if not self._divided <= model.divided:
             raise NotDistributable(
@@ -242,13 +240,13 @@ class DividedPasses(LedLoop):
             torch.autograd.backward([each for each, _ in pairs], [each for _, each in pairs])
         with torch.no_grad():
             mine = [self._places[p.param] for p in model.parts.own if self._added(p, there)]
-        for param in self._params:  # some of all processes' own, which one of them has added
+        for param in self._params:  # whole parameters, whose gradient the owner has added
             param.grad = None
         now = {i for i, is_there in enumerate(there) if is_there}
         return sorted(now.union(*gather_tree(self._collective, mine)))
 
     def _added(self, part: OwnPart, there: list[bool]) -> bool:
-        """Add what this pass has made of a part to the whole; whether that is anything."""
+        """Add this pass' gradient of a part to the whole one; returns whether there was any."""
         index, gradient = self._places[part.param], part.leaf.grad
         home, part.leaf.grad = self._home(part), None
         if gradient is None:
@@ -259,7 +257,7 @@ class DividedPasses(LedLoop):
         return True
 
     def _home(self, part: OwnPart) -> Tensor:
-        """Where the gradient of a part lies."""
+        """This part's place in the shared gradient."""
         whole = self._lent(self._places[part.param])
         return whole if part.division is None else part.division.part(whole, self._replica.index)
 

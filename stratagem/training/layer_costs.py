@@ -1,23 +1,24 @@
-"""What each layer costs, measured in the run: seconds, parameters, activations, what crosses.
+"""The cost of each layer, measured: seconds, and bytes of parameters, activations and outputs.
 
-Layers run one after another on rows of the first batch, each with a graph of its own, so that never
-more than one layer's gradients are there. Of layers that are alike the fastest counts for all: what
-another one took longer was other work on the machine, and an even split should not depend on it.
+Layers run one after another on rows of the first batch, each with a graph of its own, so that only
+one layer's gradients exist at a time. Equal layers all get the time of the fastest one: the rest
+was other work on the machine, and the split should not depend on it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import map_parts, tensors_in
+from stratagem.data.shares import tensors_in, with_tensors
 from stratagem.rules.layer_split import LayerCost
 from stratagem.training.gradient_placement import WORTH, is_torchs
-from stratagem.training.layer_graph import Layer, LayerGraph
+from stratagem.training.layer_graph import Layer, LayerGraph, run_node
 from stratagem.training.stage import StagePart, tensors_of
 from stratagem.wire.device_kinds import kind_of
 
@@ -27,8 +28,8 @@ STATES = 3
 
 
 class _Once(NamedTuple):
-    """One layer in one round: seconds in all, of the forward and of what is put off; bytes kept,
-    and handed over; what it is, unless that is only itself."""
+    """One layer in one round: seconds in all, of the forward and of deferred weight gradients;
+    bytes kept for backward, and sent to later layers; its kind, empty if unknown."""
 
     seconds: float
     forward: float
@@ -38,7 +39,7 @@ class _Once(NamedTuple):
     crossing: int
 
 
-#: the fastest of layers that are alike, by what they are, and whether their inputs have a gradient
+#: the fastest of equal layers, by their kind and whether their inputs require a gradient
 _Alike = dict[tuple[str, bool], _Once]
 
 
@@ -58,20 +59,19 @@ class LayerMeter:
         self._places = {node: i for i, node in enumerate(graph.inputs)}
         held = [*graph.module.parameters(), *graph.module.buffers()]
         self._place = held[0].device if held else torch.device("cpu")
-        # of a processor only the time that this thread had it: an even split must not depend on
-        # what else runs
+        # on a CPU the thread's own time: the split must not depend on other work
         self._clock = time.thread_time if self._place.type == "cpu" else time.perf_counter
 
     def measure(self, inputs: Sequence[Any]) -> list[LayerCost]:
-        """The cost of each layer; the fastest of a few rounds counts."""
+        """The cost of each layer, the fastest of a few rounds."""
         module = self._graph.module
         held = list(dict.fromkeys(module.buffers()))
-        before, dice = [b.clone() for b in held], torch.get_rng_state()
+        before, rng = [b.clone() for b in held], torch.get_rng_state()
         grads = [(p, p.grad) for p in module.parameters()]
         try:
             rounds = [self._round(inputs) for _ in range(_ROUNDS)]
         finally:
-            torch.set_rng_state(dice)
+            torch.set_rng_state(rng)
             with torch.no_grad():
                 for buffer, value in zip(held, before, strict=True):
                     buffer.copy_(value)
@@ -112,29 +112,21 @@ class LayerMeter:
     def _layer(
         self, layer: Layer, inputs: Sequence[Any], values: dict[fx.Node, Any]
     ) -> tuple[float, float, float, int, tuple[str, bool]]:
-        """Seconds in all, of the forward and of what is put off, bytes that its graph keeps, and
-        what it is; values become leaves."""
+        """Run one layer forward and backward; returns the fields of `_Once` but `crossing`. Values
+        become leaves."""
         known: dict[fx.Node, Any] = {}
 
         def get(node: fx.Node) -> Any:
             if node in self._places:
                 return inputs[self._places[node]]
-            if node.op == "get_attr":
-                return self._graph.look_up(str(node.target))
-            if node not in known:
-                known[node] = _leaves(values[node])
-            return known[node]
+            if node in values and node not in known:
+                known[node] = with_tensors(values[node], _leaf)
+            return self._graph.value(node, known)
 
         place = self._place
-        kept = 0
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            kept += 0 if isinstance(tensor, nn.Parameter) else tensor.nbytes
-            return tensor
-
+        kept: list[int] = []
         started = self._clock()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors(lambda tensor: kept.append(tensor.nbytes)):
             for node in layer.nodes:
                 known[node] = run_node(self._graph.module, node, get)
         kind_of(place).synchronize(place)
@@ -147,14 +139,13 @@ class LayerMeter:
         seconds = self._clock() - started
         for param in self._graph.module.parameters():
             param.grad = None
-        values.update((node, _detached(known[node])) for node in layer.nodes)
-        late = (seconds - forward) * self._put_off(layer, get)
-        return seconds, forward, late, kept, self._like(layer, get)
+        values.update((node, with_tensors(known[node], Tensor.detach)) for node in layer.nodes)
+        late = (seconds - forward) * self._deferred(layer, get)
+        return seconds, forward, late, sum(kept), self._like(layer, get)
 
     def _like(self, layer: Layer, get: Any) -> tuple[str, bool]:
-        """The same text for layers that cost the same: torch's own, with the same sizes and inputs
-        of one shape. Empty where that is not known. And whether inputs have a gradient: it costs
-        no less then."""
+        """A text that is the same for torch's own layers of the same sizes and input shapes, else
+        empty; and whether inputs require a gradient, which can only cost more."""
         texts, behind = [], False
         for node in layer.nodes:
             if node.op != "call_module":
@@ -168,8 +159,8 @@ class LayerMeter:
             behind |= any(v.requires_grad for v in given)
         return "; ".join(texts), behind
 
-    def _put_off(self, layer: Layer, get: Any) -> float:
-        """The part of a backward that is the product for a weight (`AddedGradients`)."""
+    def _deferred(self, layer: Layer, get: Any) -> float:
+        """The fraction of a backward that is a deferred weight gradient (`AddedGradients`)."""
         for node in layer.nodes:
             called = node.op == "call_module"
             inner = self._graph.module.get_submodule(str(node.target)) if called else None
@@ -180,43 +171,19 @@ class LayerMeter:
         return 0.0
 
 
-def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
-    """The output of the whole model, by its layers."""
-    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
-
-    def get(node: fx.Node) -> Any:
-        if node.op == "get_attr":
-            return graph.look_up(str(node.target))
-        return known[node]
-
-    for layer in graph.layers:
-        for node in layer.nodes:
-            known[node] = run_node(graph.module, node, get)
-    return fx.node.map_arg(graph.output.args[0], get)
+def _leaf(tensor: Tensor) -> Tensor:
+    """A value of an earlier layer, as the start of this layer's graph."""
+    return tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor
 
 
-def run_node(module: nn.Module, node: fx.Node, get: Any) -> Any:
-    """What a node of the graph makes of its arguments."""
-    args = fx.node.map_arg(node.args, get)
-    kwargs = fx.node.map_arg(node.kwargs, get)
-    if node.op == "call_module":
-        return module.get_submodule(str(node.target))(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+@contextmanager
+def saved_tensors(see: Callable[[Tensor], object]) -> Iterator[None]:
+    """Within, `see` gets every tensor that autograd saves for backward, parameters apart."""
 
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            see(tensor)
+        return tensor
 
-def _detached(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.detach()
-    return map_parts(_detached, tree)
-
-
-def _leaves(tree: Any) -> Any:
-    """Values of earlier layers, as the beginning of this layer's graph."""
-    if not isinstance(tree, Tensor):
-        return map_parts(_leaves, tree)
-    if not tree.is_floating_point():
-        return tree
-    return tree.detach().requires_grad_().clone()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield

@@ -1,4 +1,4 @@
-"""A module as a row of layers: traced by torch.fx with torch's own layers as leaves.
+"""A module as a sequence of layers: traced by torch.fx with torch's own layers as leaves.
 
 Containers are gone into. A module of the user's that cannot be traced (an `if` on values, say)
 stays whole, as one layer; where that is the model itself, the line in the way is named.
@@ -30,14 +30,14 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 #: operators that write into their first argument, beside methods and functions named `..._`
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor", "ipow", "imatmul")
-#: what torch's own kinds of layers do, in layers
+#: by type of torch's own layers, a function that computes the same by their inner layers
 Opened = Mapping[type[nn.Module], Callable[..., Any]]
 _NONE: Opened = {}
 
 
 @dataclass
 class Layer:
-    """Neighbouring nodes of the graph that are not cut apart: a layer, and functions behind it."""
+    """Consecutive nodes that stay together: a layer, and the functions after it."""
 
     name: str
     nodes: list[fx.Node] = field(default_factory=list)
@@ -49,11 +49,11 @@ class LayerGraph:
 
     module: nn.Module
     graph: fx.Graph
-    #: those that batches give
+    #: the placeholders for the inputs in a batch
     inputs: list[fx.Node]
     layers: list[Layer]
     output: fx.Node
-    #: tensors that forward makes of nothing, by the names that the graph has for them
+    #: tensors that forward creates, by their names in the graph
     constants: dict[str, Any] = field(default_factory=dict)
 
     def look_up(self, path: str) -> Any:
@@ -62,6 +62,10 @@ class LayerGraph:
             return self.constants[path]
         owner, _, name = path.rpartition(".")
         return getattr(self.module.get_submodule(owner), name)
+
+    def value(self, node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+        """The value of a node: a parameter, buffer or constant, or one of `known`."""
+        return self.look_up(str(node.target)) if node.op == "get_attr" else known[node]
 
     def first_of(self, name: str) -> int:
         """The first layer of a module, by the module's name."""
@@ -78,13 +82,13 @@ class LayerGraph:
 
 
 class _LayerTracer(fx.Tracer):
-    """Knows where it is, so that a module which cannot be traced is found."""
+    """Keeps track of the module being traced, so that one which cannot be traced is named."""
 
     def __init__(self, whole: set[str], opened: Opened) -> None:
         super().__init__()
         self.whole, self.opened = whole, opened
         self.inside: list[str] = []
-        #: the innermost module that was being traced when something went wrong
+        #: the innermost module that was being traced when an error was raised
         self.failed: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -99,10 +103,10 @@ class _LayerTracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs:
-            return _through(m, args[0])
-        if type(m) in self.opened and not is_hooked(m):
-            return self.opened[type(m)](m, *args, **kwargs)
+        plain = isinstance(m, nn.TransformerEncoder) and len(args) == 1 and not kwargs
+        opened = run_encoder if plain else self.opened.get(type(m))
+        if opened is not None and not is_hooked(m):
+            return opened(m, *args, **kwargs)
         self.inside.append(self.path_of_module(m))
         try:
             with _without_effects(m):
@@ -116,14 +120,14 @@ class _LayerTracer(fx.Tracer):
 
 
 class _SideEffect(Exception):
-    """A forward that does more than compute: traced, it would do that once and never again."""
+    """A forward that does more than compute; a traced forward would do that only once."""
 
 
 @contextmanager
 def _without_effects(module: nn.Module) -> Iterator[None]:
     """Raise if a module's forward sets attributes of it, writes into its tensors, or draws random
     numbers by itself; attributes are put back."""
-    dice, before, seen = _dice(), dict(vars(module)), _sizes(module)
+    rng, before, seen = _rng_state(), dict(vars(module)), _sizes(module)
     written = _versions(module)
     try:
         yield
@@ -131,7 +135,7 @@ def _without_effects(module: nn.Module) -> Iterator[None]:
             raise _SideEffect("it sets attributes of the module")
         if _versions(module) != written:
             raise _SideEffect("it writes into a buffer what does not depend on its inputs")
-        if _dice() != dice:
+        if _rng_state() != rng:
             raise _SideEffect("it draws random numbers that are not of its inputs' shape")
     finally:
         vars(module).clear()
@@ -139,7 +143,7 @@ def _without_effects(module: nn.Module) -> Iterator[None]:
 
 
 def _sizes(module: nn.Module) -> dict[str, Any]:
-    """What tells whether an attribute has become another, or grown."""
+    """The identity and length of every attribute, to find replaced or grown ones."""
     kinds = (list, dict, set)
     return {
         name: (id(value), len(value) if isinstance(value, kinds) else 0)
@@ -148,7 +152,7 @@ def _sizes(module: nn.Module) -> dict[str, Any]:
 
 
 def _versions(module: nn.Module) -> list[int]:
-    """How often each tensor of a module, a plain attribute too, has been written into."""
+    """The version of each tensor of a module, plain attributes included."""
     plain = (value for value in vars(module).values() if isinstance(value, torch.Tensor))
     tensors = (*module.parameters(), *module.buffers(), *plain)
     return [each._version for each in tensors if not is_lazy(each) and not each.is_inference()]
@@ -156,7 +160,7 @@ def _versions(module: nn.Module) -> list[int]:
 
 @contextmanager
 def _kept_buffers(module: nn.Module) -> Iterator[None]:
-    """Have what tracing writes into buffers undone: running does it again."""
+    """Undo what tracing writes into buffers: running writes it again."""
     plain = [b for b in module.buffers() if not is_lazy(b) and not b.is_inference()]
     before = [(each, each._version, each.clone()) for each in plain]
     try:
@@ -168,21 +172,14 @@ def _kept_buffers(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _dice() -> Any:
+def _rng_state() -> Any:
     _, keys, place, *_ = np.random.get_state()
     drawn = torch.get_rng_state().numpy().tobytes(), np.asarray(keys).tobytes(), place
     return drawn, random.getstate()
 
 
-def _through(encoder: nn.TransformerEncoder, x: Any) -> Any:
-    """What an encoder without masks does in training: its layers, one after another."""
-    for layer in encoder.layers:
-        x = layer(x)
-    return x if encoder.norm is None else encoder.norm(x)
-
-
 def is_hooked(module: nn.Module) -> bool:
-    """Hooks run with the layer; those of what is gone into would run while it is traced."""
+    """Whether a module has hooks: it stays whole, since they would run while it is traced."""
     return any(getattr(module, kind, None) for kind in MODULE_HOOKS)
 
 
@@ -218,7 +215,7 @@ def trace(module: nn.Module, x: Any = None, opened: Opened = _NONE) -> LayerGrap
 
 
 def _given(module: nn.Module, x: Any) -> dict[str, Any]:
-    """Defaults of the arguments of forward that batches do not give."""
+    """Defaults of the arguments of forward that a batch does not contain."""
     parameters = inspect.signature(module.forward).parameters.values()
     odd = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if odd:
@@ -237,7 +234,7 @@ def _given(module: nn.Module, x: Any) -> dict[str, Any]:
 
 
 def _in_the_way(module: nn.Module, error: Exception) -> NotDistributable:
-    """Name the line of the user's that cannot be traced."""
+    """The error that names the user's line which cannot be traced."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith((_TORCH, _OURS, "<frozen"))]
     where = f"forward of {type(module).__name__}"
@@ -288,21 +285,21 @@ def _layered(module: nn.Module, graph: fx.Graph, given: dict[str, Any]) -> Layer
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Take away an argument that is not given, with what fx asserts of it."""
+    """Erase an argument that a batch does not contain, and fx' assertions about it."""
     for user in list(node.users):
         _erase(graph, user)
     graph.erase_node(node)
 
 
 def _begins(node: fx.Node) -> bool:
-    """Whether a layer begins: a module, or a function of a parameter."""
+    """Whether a layer begins with this node: a module, or a function of a parameter."""
     if node.op == "call_module":
         return True
     return any(each.op == "get_attr" for each in node.all_input_nodes)
 
 
 def _paths(node: fx.Node) -> Sequence[str]:
-    """The module of a node, and those that it is in."""
+    """The paths of a node's module and of the modules around it."""
     stack = [str(path) for path, _ in node.meta.get("nn_module_stack", {}).values()]
     own = [str(node.target)] if node.op == "call_module" else []
     held = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
@@ -310,8 +307,8 @@ def _paths(node: fx.Node) -> Sequence[str]:
 
 
 def _follow_in_place(module: nn.Module, graph: fx.Graph) -> None:
-    """Who reads a value after something has written into it reads what was written: on another
-    stage there is another copy."""
+    """Let readers of a value after an in-place write read the writer's result: another stage has
+    another copy of the value."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node, place in order.items():
         written = node.args[0] if node.args else None
@@ -321,7 +318,7 @@ def _follow_in_place(module: nn.Module, graph: fx.Graph) -> None:
 
 
 def _writes(module: nn.Module, node: fx.Node) -> bool:
-    """Whether it writes into its first argument."""
+    """Whether a node writes into its first argument."""
     if node.op == "call_module":
         return bool(getattr(module.get_submodule(str(node.target)), "inplace", False))
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -331,3 +328,56 @@ def _writes(module: nn.Module, node: fx.Node) -> bool:
         bound = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs)
         return bound.arguments.get("inplace") is True
     return False
+
+
+# --- running a graph ------------------------------------------------------------------------------
+
+
+def run_node(module: nn.Module, node: fx.Node, get: Callable[[fx.Node], Any]) -> Any:
+    """The value of a node; `get` returns those of its arguments."""
+    args = fx.node.map_arg(node.args, get)
+    kwargs = fx.node.map_arg(node.kwargs, get)
+    if node.op == "call_module":
+        return module.get_submodule(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def values_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, Any]:
+    """The values of all nodes for these inputs, computed layer by layer."""
+    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
+
+    def get(node: fx.Node) -> Any:
+        return graph.value(node, known)
+
+    for layer in graph.layers:
+        for node in layer.nodes:
+            known[node] = run_node(graph.module, node, get)
+    known[graph.output] = fx.node.map_arg(graph.output.args[0], get)
+    return known
+
+
+def run_graph(graph: LayerGraph, inputs: Sequence[Any]) -> Any:
+    """The output of the whole model, computed layer by layer."""
+    return values_of(graph, inputs)[graph.output]
+
+
+def shapes_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
+    """The shapes of all tensors of a graph for these inputs."""
+    found = values_of(graph, inputs)
+    return {node: value.shape for node, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def run_encoder(
+    encoder: Any,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: Any = None,
+) -> Any:
+    """What an nn.TransformerEncoder computes in training: its layers, one after another."""
+    for layer in encoder.layers:
+        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
+    return src if encoder.norm is None else encoder.norm(src)

@@ -1,13 +1,13 @@
-"""Custom loops over processes that have one model together: the loop runs in the first of them, and
-the others do what it says.
+"""Custom loops over processes that share one model: the loop runs in the first process, which sends
+the other processes commands.
 
-    model(x)          forward through the layers of all; the output of the whole batch
-    loss.backward()   the gradient of that output, backward through the layers of all
+    model(x)          forward through all processes; returns the output of the whole batch
+    loss.backward()   backward through all processes, from the gradient of that output
     optimizer.step()  every process updates its own part
 
-The loss is computed from whole outputs, so any loss is that of one device. The loop sees
-parameters, gradients and state whole, and may clip or change them as ever. A forward without
-gradients runs in the first process alone.
+The loss is computed from whole outputs, so it is that of one device. The loop sees whole
+parameters, gradients and optimizer state, and may clip or change them. A forward without gradients
+runs in the first process alone.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows_of, tensors_in
+from stratagem.data.shares import rows_of, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.loop_process import (
     LoopProcess,
     LoopWatch,
     Mode,
     refuse_other_backwards,
-    with_tensors,
 )
 from stratagem.training.replica import END, Replica
 from stratagem.training.step_figures import figures_of
 
 
 class _Head(torch.autograd.Function):
-    """What the loop sees of all stages: outputs forward, and gradients of them backward."""
+    """The model as one autograd function: the outputs of all processes, and their gradients."""
 
     @staticmethod
     def forward(
@@ -60,7 +59,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Forward:
-    """In place of a model's forward. A copy of the model has its own one."""
+    """Stands in for a model's forward; a copy of the model gets the plain forward."""
 
     def __init__(self, loop: LedLoop, model: nn.Module) -> None:
         self._loop, self._model = loop, model
@@ -74,7 +73,7 @@ class _Forward:
         return self._loop.forward(self._named(*args, **kwargs))
 
     def _named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments by their names, without those that are None by default."""
+        """The arguments by name, without those that are None as by default."""
         given = self.__signature__.bind(*args, **kwargs).arguments
         defaults = self.__signature__.parameters
         return {
@@ -88,7 +87,7 @@ class _Forward:
 
 
 class LedLoop(LoopProcess):
-    """What the first process does besides. Made collectively, by all of them."""
+    """A `LoopProcess` that can also lead: the part of the first process. Made collectively."""
 
     def __init__(
         self, replica: Replica, model: nn.Module, optimizer: Optimizer, shared: Iterable[Tensor]
@@ -96,7 +95,7 @@ class LedLoop(LoopProcess):
         self._watch = LoopWatch(model, optimizer)
         super().__init__(replica, model, optimizer, shared)
         self._count = 0
-        #: numbers of passes whose outputs nobody holds any more
+        #: numbers of passes whose outputs have been garbage collected
         self.dropped: list[int] = []
         self._failed = False
         self._waiting: list[Tensor | None] = []
@@ -105,11 +104,11 @@ class LedLoop(LoopProcess):
 
     @abstractmethod
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
-        """As the first: forward through split `at`; the output, and which of its tensors have
-        gradients. If it raises, `_failed` says whether others wait for something."""
+        """As the first process: forward through split `at`; returns the output, and which of its
+        tensors require a gradient. If it raises, `_failed` says whether other processes wait."""
 
     def lead(self) -> None:
-        """From now on the model's calls, and the optimizer's, are those of all stages."""
+        """Route the model's forward and the optimizer's steps to all processes from now on."""
         model, optimizer = self._model, self._optimizer
         vars(model)["forward"] = _Forward(self, model)
         self._watch.mark()
@@ -121,7 +120,7 @@ class LedLoop(LoopProcess):
         self._undo = [*(handle.remove for handle in handles), partial(vars(model).pop, "forward")]
 
     def end(self, *, failed: bool) -> None:
-        """The loop is over: the model is as any other again."""
+        """The loop is over: make the model an ordinary one again."""
         if not failed:
             self._commands.tell(END)
         for undo in self._undo:
@@ -129,19 +128,19 @@ class LedLoop(LoopProcess):
         self._shared.close()
 
     def take_back(self) -> None:
-        """What the loop has given other memory (`p.data = ...`) is shared again."""
+        """Share tensors again that the loop has given other memory (`p.data = ...`)."""
         self._shared.take_back()
 
     def forward(self, x: dict[str, Any]) -> Any:
         """The output of the whole batch."""
         told: list[Any] = [None]
-        # parameters are arguments so that a backward for some of them comes here, and is refused
+        # parameters are arguments, so that a backward for some of them reaches _Head and is refused
         given = (self._anchor, self, x, told, *self._params)
         found = iter(_Head.apply(*given))  # type: ignore[no-untyped-call]
         return with_tensors(told[0], lambda _: next(found))
 
     def lead_forward(self, x: dict[str, Any]) -> tuple[int, Any, list[bool]]:
-        """The number of the pass, the outputs, and which of them have a gradient."""
+        """The number of the pass, the outputs, and which of their tensors require a gradient."""
         self._refuse_failed()
         if any(tensor.requires_grad for tensor in tensors_in(x)):
             raise NotDistributable(
@@ -151,10 +150,10 @@ class LedLoop(LoopProcess):
         self._watch.check()
         self.take_back()
         self._rows = rows_of(x)
-        self._failed = True  # until it is known that it has not
-        dice = torch.get_rng_state()
+        self._failed = True  # until the pass has succeeded
+        rng = torch.get_rng_state()
         at = self._split_for(x)
-        torch.set_rng_state(dice)
+        torch.set_rng_state(rng)
         self._count += 1
         kind = str(torch.get_autocast_dtype("cpu")).removeprefix("torch.")
         cast = [torch.is_autocast_enabled("cpu"), kind]
@@ -187,7 +186,7 @@ class LedLoop(LoopProcess):
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Have the others do it; gradients of the output go to all of them."""
+        """Command the backward; the gradients of the output go to all processes."""
         self._commands.tell("backward", number, there, list(grads))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -204,7 +203,7 @@ class LedLoop(LoopProcess):
         self._refuse_failed()
         self._watch.check_step_hooks(1)
         if not self._splits:
-            return  # all of it is here
+            return  # nothing is divided yet
         self.take_back()
         if self._watch.state_replaced():
             self._loaded(optimizer)
@@ -225,14 +224,14 @@ class LedLoop(LoopProcess):
         figures_of(self._replica).step(self._rows)
 
     def _loaded(self, optimizer: Optimizer) -> None:
-        """The state is another one: everybody must have its part of it."""
+        """After load_state_dict: give every process its part of the new state."""
         if self._splits:
             self._commands.tell("own")
             self._own()
             self._watch.mark_state()
 
     def _split_for(self, x: dict[str, Any]) -> int:
-        """The number of the split for a model in this mode."""
+        """The index of the split for the model's present mode, which is made if it is new."""
         mode = Mode(
             list(x),
             [part.training for part in self._model.modules()],

@@ -1,4 +1,4 @@
-"""`prepare` where all processes have one model together: the loop runs in the first of them."""
+"""`prepare` for processes that share one model: the loop runs in the first of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from stratagem.training.stage_plan import check_optimizer
 
 
 class LoopRunsElsewhere(BaseException):
-    """Ends the user's function on a process that does what the first one says."""
+    """Ends the user's function on a process that has served the first one."""
 
 
-#: on the first process: the loop that is under way
+#: on the first process: the running loop, if any
 _led: list[LedLoop] = []
 
 
 def prepare_led(
     replica: Replica, settings: Settings, model: nn.Module, optimizer: Optimizer, loader: Any
 ) -> Prepared:
-    """Have the loop run here, if this is the first process, and the others serve it. Collective."""
+    """Let the loop run here if this is the first process, else serve it. Collective."""
     _check(settings, optimizer)
     if _led:
         raise NotDistributable(
@@ -63,7 +63,7 @@ def prepare_led(
 
 
 def _check(settings: Settings, optimizer: Optimizer) -> None:
-    """Refuse what cannot be led."""
+    """Refuse settings and optimizers that a custom loop cannot use."""
     pipeline = settings.pipeline
     if pipeline is None:
         check_elementwise(optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
@@ -84,13 +84,13 @@ def _made(replica: Replica, settings: Settings, model: nn.Module, optimizer: Opt
 
 
 def led() -> Replica | None:
-    """In a loop that runs once for all processes: the one replica that they are together."""
+    """In a loop that runs once for all processes: the single replica that they form."""
     return current_call() if _led else None
 
 
 @contextmanager
 def led_loops() -> Iterator[None]:
-    """Around the user's function: a loop that was prepared in it is over when it ends."""
+    """Around the user's function: end a loop that was prepared in it."""
     failed = True
     try:
         yield

@@ -1,7 +1,7 @@
-"""One of several processes that have one model together, whose custom loop runs in the first.
+"""One of several processes that share one model, for a custom loop that runs in the first of them.
 
-Parameters, gradients and the optimizer's state lie in memory that all share. The first process
-says a verb (led_loop.py), and the others do it:
+Parameters, gradients and the optimizer's state lie in shared memory. The first process sends
+commands (led_loop.py), and the other processes carry them out:
 
     StagePasses      each has some layers (stage_passes.py)
     DividedPasses    each has a part of every layer (divided_model.py)
@@ -10,7 +10,7 @@ says a verb (led_loop.py), and the others do it:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ from stratagem.compat.torch_names import (
     accumulator,
     will_run,
 )
-from stratagem.data.shares import map_parts
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import (
     MODULE_ATTRIBUTES,
@@ -44,32 +43,32 @@ from stratagem.wire.shared_memory import sharing
 
 @dataclass
 class Mode:
-    """What a forward is traced for; told by the first process."""
+    """The state of the model that a forward is traced for; sent by the first process."""
 
-    #: names of the arguments that the loop gives
+    #: names of the arguments that the loop passes to the model
     names: list[str]
-    #: whether each module is in training, and each parameter trained
+    #: whether each module is in training mode, and each parameter requires a gradient
     training: list[bool]
     trained: list[bool]
 
 
 class LoopProcess(ABC):
-    """One process, and what it does when the first one says so. Made collectively."""
+    """One process, and the commands that it carries out. Made collectively."""
 
     def __init__(
         self, replica: Replica, model: nn.Module, optimizer: Optimizer, shared: Iterable[Tensor]
     ) -> None:
-        """`shared`: what all processes have together, parameters among it."""
+        """`shared`: the tensors that all processes share, among them the parameters."""
         self._replica, self._collective = replica, sharing(replica.collective)
         self._model, self._optimizer = model, optimizer
         self._params = list(model.parameters())
         self._shared = SharedTensors(shared, self._collective, keeps=False)
         homes = {p: view for p, view, _ in shared_views(self._params, self._collective)}
-        #: where gradients lie that all see
+        #: the shared memory of each parameter's gradient
         self._homes = [homes[param] for param in self._params]
-        #: of the model, one for each mode
+        #: divisions of the model, one for each mode
         self._splits: list[Any] = []
-        #: forwards that may be followed by a backward, by their number
+        #: by number, the forwards that a backward may follow
         self._passes: dict[int, Any] = {}
         self._autocast: list[Any] = [False, "bfloat16"]
         self._rows = 0
@@ -77,34 +76,34 @@ class LoopProcess(ABC):
 
     @abstractmethod
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
-        """Give everybody its part, for a `Mode`; the first process has a batch. Collective."""
+        """Divide the model for a `Mode`; the first process has a batch `x`. Collective."""
 
     @abstractmethod
     def _play_forward(self, *told: Any) -> None:
-        """As the first process has told."""
+        """Run a forward as the first process has commanded."""
 
     @abstractmethod
     def _play_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> list[int]:
-        """Add to the gradients that are there; returns the numbers of those that are there then."""
+        """Add to the gradients; returns the indices of the parameters that then have one."""
 
     @abstractmethod
     def _own(self) -> None:
-        """Have every process the state of what it steps. Collective."""
+        """Give every process the optimizer state of the parameters that it steps. Collective."""
 
     @abstractmethod
     def _before_update(self, there: list[bool]) -> None:
-        """Have parameters the gradients that this process' own optimizer steps with."""
+        """Give parameters the gradients that this process' own optimizer steps with."""
 
     @abstractmethod
     def _finish_step(self) -> None:
-        """Behind that: make the rest of the update, and have all see it. Collective."""
+        """Complete the update after the optimizer's step, and publish it. Collective."""
 
     # --- the other processes ----------------------------------------------------------------
 
     def serve(self) -> None:
-        """Do what the first process says until its loop is over."""
+        """Carry out the first process' commands until its loop is over."""
         self._commands.serve(
             {
                 "split": self._split,
@@ -140,11 +139,11 @@ class LoopProcess(ABC):
         return torch.autocast("cpu", getattr(torch, name), enabled=enabled)
 
     def _lent(self, index: int) -> Tensor:
-        """The shared gradient as a tensor of its own: `p.grad.data = ...` leaves the place."""
+        """A new tensor over the shared gradient: `p.grad.data = ...` does not move the original."""
         return self._homes[index].detach()
 
     def _handed_in(self) -> list[bool]:
-        """Which parameters have a gradient; what the loop has put there comes into its place."""
+        """Which parameters have a gradient; those that the loop has replaced are copied back."""
         for index, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if param.grad is None:
                 continue
@@ -159,21 +158,14 @@ class LoopProcess(ABC):
         return [param.grad is not None for param in self._params]
 
 
-def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same tree with other tensors."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    return map_parts(lambda part: with_tensors(part, change), tree)
-
-
-# --- what other processes would not follow --------------------------------------------------------
+# --- changes that the other processes would miss --------------------------------------------------
 #
-# The loop runs in the first process. Other processes have models of their own, whose parameters,
-# buffers and optimizer state alone are shared; whatever else the loop changes is refused by name.
+# The loop runs in the first process. The other processes have copies of the model, of which only
+# parameters, buffers and optimizer state are shared. Any other change by the loop is refused.
 
 
 class LoopWatch:
-    """Compares a model with what it was when the loop was given it."""
+    """Finds changes of a model and its optimizer since `prepare`, and refuses them."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -185,7 +177,7 @@ class LoopWatch:
         self.mark_state()
 
     def check(self) -> None:
-        """Refuse hooks, other parts, and other attributes."""
+        """Refuse hooks, replaced modules or tensors, and changed attributes."""
         self._check_hooks()
         if names := difference(self._layout, layout(self._model, aliases=True)):
             raise NotDistributable(
@@ -201,11 +193,11 @@ class LoopWatch:
             )
 
     def mark(self) -> None:
-        """What a pass through the model has changed is the model's own doing."""
+        """Accept the attributes as they are: a pass through the model may change them."""
         self._attributes = self._look()
 
     def _check_hooks(self) -> None:
-        """Refuse hooks on modules and parameters: they would run by microbatch, and elsewhere."""
+        """Refuse hooks on modules and parameters: other processes would run them, by microbatch."""
         for name, part in self._model.named_modules():
             if any(_hooks(part, MODULE_HOOKS)):
                 raise _hooked(f"the module {name!r}", "put what it does into forward")
@@ -214,23 +206,23 @@ class LoopWatch:
                 raise _hooked(f"the parameter {name!r}", "change p.grad behind backward")
 
     def check_step_hooks(self, ours: int) -> None:
-        """Refuse a hook before steps that came later than ours."""
+        """Refuse step hooks beyond the first `ours`, which are stratagem's own."""
         if len(list(_hooks(self._optimizer, OPTIMIZER_HOOKS[:1]))) > ours:
             raise _hooked("the optimizer", "do what it does in the loop, before step()")
 
     def state_replaced(self) -> bool:
-        """Whether the loop has put other state into the optimizer since the mark."""
+        """Whether the loop has replaced optimizer state since the mark."""
         return self._state != self._state_now()
 
     def mark_state(self) -> None:
-        """The state is what all processes have."""
+        """Accept the optimizer's state as the one that all processes have."""
         self._state = self._state_now()
 
     def _look(self) -> dict[str, Any]:
         shared = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
 
         def other(value: Any) -> Any:
-            """Whatever is written into tensors that all stages share."""
+            """Identity of a value; writes count only for tensors that are not shared."""
             written = isinstance(value, Tensor) and id(value) not in shared
             return id(value), version_of(value) if written else 0
 
@@ -242,7 +234,8 @@ class LoopWatch:
         }
 
     def _state_now(self) -> tuple[int, Any, list[int]]:
-        """What is shared may be written to; of numbers (Adam's step) some processes have theirs."""
+        """Identity of the state. Shared tensors may be written into; scalars (Adam's step) are not
+        shared, so writes into them count."""
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         written = [
             version_of(value)
@@ -257,7 +250,7 @@ def refuse_other_backwards(anchor: Tensor) -> None:
     """In a backward: refuse one that does not add to the gradients of all parameters."""
     try:
         whole = will_run(accumulator(anchor))
-    except RuntimeError:  # torch's way to say that this is autograd.grad
+    except RuntimeError:  # torch raises it in autograd.grad
         whole = False
     if not whole or torch.is_grad_enabled():
         raise NotDistributable(
@@ -268,7 +261,7 @@ def refuse_other_backwards(anchor: Tensor) -> None:
 
 
 def _hooks(owner: Any, kinds: Iterable[str]) -> Iterable[Any]:
-    """Those of the user; torch's older norms of weights have theirs on the module."""
+    """The user's hooks; those of torch.nn.utils (weight_norm) are left out."""
     for kind in kinds:
         for hook in (getattr(owner, kind, None) or {}).values():
             if not type(hook).__module__.startswith("torch.nn.utils."):

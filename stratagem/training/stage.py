@@ -1,22 +1,23 @@
 """One device of a pipeline: microbatches forward and backward through its parts.
 
-A value that is received is a leaf of this device's graph; its gradient goes back to where it came
-from. Every message forward is answered by one backward, also where there is nothing to say, so that
-channels stay in step.
+A received value is a leaf of this device's graph; its gradient goes back to the sender. Every
+forward message is answered by one backward message, even an empty one, so that channels stay in
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import map_parts, tensors_in
+from stratagem.data.shares import tensors_in, with_tensors
 from stratagem.data.streams import mixed
 from stratagem.rules.schedules import Op
 from stratagem.training.gradient_placement import AddedGradients
@@ -25,19 +26,19 @@ from stratagem.wire.collective import Collective
 from stratagem.wire.device_kinds import seed_gpu_in_use
 from stratagem.wire.tree_channel import open_channels
 
-#: the inputs of one microbatch, by their place
+#: the inputs of one microbatch, in order
 Inputs = Sequence[Any]
-#: makes the loss of a microbatch's output, to begin the backward with
+#: computes the loss of a microbatch from its index and output
 Judge = Callable[[int, Any], Tensor]
 
 
 @dataclass
 class Kept:
-    """What a microbatch leaves until its backward."""
+    """What a microbatch keeps until its backward."""
 
-    #: by the part that they came from
+    #: received tensors, by the part that sent them
     leaves: dict[int, list[Tensor]]
-    #: by the part that they went to
+    #: sent tensors, by the part that received them
     sent: dict[int, list[Tensor]]
     loss: Tensor | None
 
@@ -67,9 +68,9 @@ class Stage:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         place: torch.device | None = None,
     ) -> None:
-        """`place`: where its layers lie; None: on the CPU."""
+        """`place`: the device of its layers; None: the CPU."""
         self._autocast, self._place = autocast, place or torch.device("cpu")
-        self._parts, self._channels, self._last = parts, channels, len(parts) - 1
+        self.parts, self._channels, self._last = parts, channels, len(parts) - 1
         self._programs: dict[int, fx.GraphModule] = {
             part.index: program(graph, part, last=part.index == self._last)
             for part in parts
@@ -80,15 +81,15 @@ class Stage:
         held = (module for each in self._programs.values() for module in each.modules())
         layers = (module for module in held if not isinstance(module, fx.GraphModule))
         self.gradients = AddedGradients(layers)
-        #: writes an error down that is to end a pass and not this process; None: all errors do
+        #: records an error that ends a pass but not this process; None: errors are raised
         self.notes: Callable[[Exception], Any] | None = None
-        #: what was written, here or in a part before; such a pass computes nothing any more
+        #: the record of an error, here or in an earlier part; the pass then computes nothing more
         self.failure: Any = None
 
     def run(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
-        """One batch: `inputs` and `seeds` of each microbatch; seeds matter to the first part."""
+        """One batch: `inputs` and `seeds` of each microbatch; the first part uses the seeds."""
         self.kept = {}
         self.gradients.forget()
         self.play(ops, inputs, seeds, judge)
@@ -96,13 +97,13 @@ class Stage:
     def play(
         self, ops: Iterable[Op], inputs: Sequence[Inputs], seeds: Sequence[int], judge: Judge
     ) -> None:
-        """Some operations of a batch; those before them have left what they `kept`."""
+        """Run some operations of a batch; `kept` holds the results of the earlier ones."""
         for kind, part, m in ops:
             if kind == "F":
                 with self._autocast():
-                    self._forward(self._parts[part], m, inputs[m], seeds[m], judge)
+                    self._forward(self.parts[part], m, inputs[m], seeds[m], judge)
             else:
-                self._backward(self._parts[part], m)
+                self._backward(self.parts[part], m)
         self.gradients.settle()
 
     def _forward(self, part: StagePart, m: int, inputs: Inputs, seed: int, judge: Judge) -> None:
@@ -110,12 +111,13 @@ class Stage:
         received: list[Any] = []
         for source in part.receives:
             channel = self._channels.forward[source, part.index]
-            told = channel.take()
-            self.failure = self.failure or told.get("failure")
+            message = channel.take()
+            self.failure = self.failure or message.get("failure")
             if self.failure is None:
                 leaves[source] = []
-                received += self._entered(told["values"], iter(told["trained"]), leaves[source])
-                seed = told["seed"]
+                enter = partial(self._enter, iter(message["trained"]), leaves[source])
+                received += with_tensors(message["values"], enter)
+                seed = message["seed"]
             channel.release()
         found = self._computed(part, seed, inputs, received)
         if self.failure is not None:
@@ -135,7 +137,7 @@ class Stage:
         self.kept[part.index, m] = Kept(leaves, sent, loss)
 
     def _computed(self, part: StagePart, seed: int, inputs: Inputs, received: Sequence[Any]) -> Any:
-        """What its layers make of this, unless the pass has failed."""
+        """The outputs of a part's layers; None if the pass has failed."""
         try:
             if self.failure is None:
                 with self.gradients.forward():
@@ -164,43 +166,40 @@ class Stage:
         if roots:
             torch.autograd.backward(roots, gradients)
         for source, leaves in kept.leaves.items():
-            told = [leaf.grad for leaf in leaves]
-            self._channels.backward[part.index, source].post(told)
+            self._channels.backward[part.index, source].post([leaf.grad for leaf in leaves])
 
-    def _entered(self, tree: Any, trained: Any, leaves: list[Tensor]) -> Any:
-        """Values of a message, in memory of their own; those that are trained begin a graph."""
-        if not isinstance(tree, Tensor):
-            return map_parts(lambda part: self._entered(part, trained, leaves), tree)
+    def _enter(self, trained: Iterator[bool], leaves: list[Tensor], tensor: Tensor) -> Tensor:
+        """A copy of a message's tensor; a trained one begins a graph."""
         if not next(trained):
-            return tree.to(self._place, copy=True)
-        leaf = tree.to(self._place).requires_grad_()
+            return tensor.to(self._place, copy=True)
+        leaf = tensor.to(self._place).requires_grad_()
         leaves.append(leaf)
         return leaf.clone()  # no leaf, so that a layer may write into it
 
 
 # --- a model cut into parts -----------------------------------------------------------------------
 #
-# A value that a later part needs, also one over the next part, goes straight from where it is made
-# to where it is used, by its name. Inputs of the model are known to every part. Parameters that
-# several parts use stay one: the first device that uses it owns it.
+# A value goes straight from the part that computes it to the parts that use it, by its name. Every
+# part has the inputs of the model. A parameter that several parts use is owned by the first device
+# that uses it.
 
 
 @dataclass
 class StagePart:
-    """Some neighbouring layers; names are those of values in the graph."""
+    """Some consecutive layers; names are those of values in the graph."""
 
     index: int
     layers: list[int] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
-    #: the inputs of the model that it uses, by their place
+    #: indices of the model's inputs that it uses
     inputs: list[int] = field(default_factory=list)
-    #: by the part that they come from, or go to
+    #: names of values, by the part that sends or receives them
     receives: dict[int, list[str]] = field(default_factory=dict)
     sends: dict[int, list[str]] = field(default_factory=dict)
 
     @property
     def sent(self) -> list[str]:
-        """Everything that it hands on, once."""
+        """The names of all values that it sends, each once."""
         return list(dict.fromkeys(name for names in self.sends.values() for name in names))
 
 
@@ -228,7 +227,7 @@ def cut(graph: LayerGraph, firsts: Sequence[int]) -> list[StagePart]:
                 if value.name not in come:
                     come.append(value.name)
                     parts[home[value]].sends.setdefault(to.index, []).append(value.name)
-    for before, after in pairwise(parts):  # the seed goes along
+    for before, after in pairwise(parts):  # every part sends the seed to the next one
         before.sends.setdefault(after.index, [])
         after.receives.setdefault(before.index, [])
     for part in parts:
@@ -238,7 +237,7 @@ def cut(graph: LayerGraph, firsts: Sequence[int]) -> list[StagePart]:
 
 
 def reseed(seed: int, layer: int) -> None:
-    """Random numbers of a layer follow from those of the microbatch, wherever it is cut."""
+    """Seed a layer from the microbatch's seed: random numbers do not depend on the split."""
     number = mixed(seed, layer)
     torch.default_generator.manual_seed(number)
     seed_gpu_in_use(number)

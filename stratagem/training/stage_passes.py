@@ -1,11 +1,11 @@
 """Whole passes through the stages of a pipeline: all microbatches forward, then all backward.
 
-What a custom loop needs, whose loss is computed from the outputs of whole batches: between the two
-the stages keep what every microbatch has left. Parameters, gradients and the optimizer's state lie
-in memory that all processes share; the first one says what is done, and the others do it.
+For custom loops, whose loss is computed from the outputs of whole batches: between the two
+directions the stages keep the graphs of all microbatches. Parameters, gradients and the optimizer's
+state lie in shared memory; the first process sends commands to the other ones.
 
-Of pipelines beside each other (mesh_grid.py) each takes some rows of a batch. They add gradients up
-behind a backward, and the first pipeline makes the update, of the one set of parameters.
+Rows of pipelines (mesh_grid.py) each take some rows of a batch. They all-reduce gradients after a
+backward, and the first pipeline updates the one set of parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.data.shares import rows, share, tensors_in
+from stratagem.data.shares import rows, share, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, ReplicaFailed
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState
@@ -26,36 +26,36 @@ from stratagem.tracebacks import described
 from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
-from stratagem.training.loop_process import Mode, with_tensors
-from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of, refuse_strays
+from stratagem.training.loop_process import Mode
+from stratagem.training.mesh_grid import MeshGrid, TiedGradients, open_stages, refuse_strays
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline
-from stratagem.training.stage import Kept, Stage, StageChannels, cut, tensors_of
+from stratagem.training.stage import Kept, Stage
 from stratagem.training.stage_plan import check_layers, make_plan, prove, prove_rows, say_plan
 from stratagem.wire.tree import broadcast_tree, gather_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
 
-#: rows of a batch: the first of each microbatch, and the one behind its last
+#: first and one-past-last row of each microbatch
 Pieces = list[tuple[int, int]]
 
 
 @dataclass
 class StageSplit:
-    """The model in stages, for one mode."""
+    """The model in stages for one mode."""
 
     mode: Mode
     stage: Stage
     microbatches: int
     #: the inputs that processes other than the first one use
     elsewhere: set[int]
-    #: numbers of the parameters whose gradients come into being here
+    #: indices of the parameters whose gradients this process computes
     owned: list[int]
     ties: TiedGradients
-    #: of outputs and their gradients, between the first device and the last of each pipeline
+    #: channels between the first process and the last device of each pipeline
     outputs: Sequence[TreeChannel]
     gradients: Sequence[TreeChannel]
-    #: of the first process: whether its forward draws random numbers, whether it is known that rows
-    #: may be cut, and the layers
+    #: on the first process: whether forward draws random numbers, whether rows are known to be
+    #: independent, and the layers
     draws: bool
     proved: bool
     graph: LayerGraph
@@ -66,18 +66,18 @@ class WholePass:
     """One forward that may be followed by a backward."""
 
     split: StageSplit
-    #: where microbatches begin and end: of this pipeline, and of all of them
+    #: the microbatches of this pipeline, and of all pipelines
     pieces: Pieces
     everywhere: list[Pieces]
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
     #: on the last device: the outputs of microbatches, and the gradients of their tensors
     found: list[Any] = field(default_factory=list)
     gradients: list[list[Tensor | None]] = field(default_factory=list)
-    #: which tensors of an output have a gradient
+    #: which tensors of an output require a gradient
     trained: list[bool] = field(default_factory=list)
 
     def judge(self, m: int, output: Any) -> Tensor:
-        """Something to begin a backward with, whose gradients will be known then."""
+        """A stand-in for the loss, whose backward takes the gradients computed by the loop."""
         self.found.append(with_tensors(output, Tensor.detach))
         tensors = list(tensors_in(output))
         self.trained = [each.requires_grad for each in tensors]
@@ -88,7 +88,7 @@ class WholePass:
 
 
 class _Tail(torch.autograd.Function):
-    """The end of the last stage: backward gives what the loop has made of the outputs."""
+    """The end of the last stage: backward returns the loop's gradients of the outputs."""
 
     @staticmethod
     def forward(ctx: Any, held: WholePass, m: int, *tensors: Tensor) -> Tensor:
@@ -101,23 +101,23 @@ class _Tail(torch.autograd.Function):
 
 
 class StagePasses(LedLoop):
-    """One process of a pipeline, and what it does when the first one says so. Made collectively."""
+    """One process of a pipeline, in a custom loop. Made collectively."""
 
     def __init__(
         self, replica: Replica, pipeline: Pipeline, model: nn.Module, optimizer: Optimizer
     ) -> None:
         self._pipeline, self._grid = pipeline, MeshGrid(replica, pipeline.data)
-        #: what this process steps, once the model is split
+        #: indices of the parameters that this process steps, once the model is split
         self._stepped: list[int] = []
         self._state: OwnedState | None = None
         self._draws = False
-        #: what a layer has raised here in this pass
+        #: the exception of a layer of this process in this pass
         self._raised: Exception | None = None
         super().__init__(replica, model, optimizer, [*model.parameters(), *model.buffers()])
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
         """Trace, measure and cut; the first process has a batch at hand."""
-        mode, place, several = Mode(**told), self._grid.place, self._grid.count > 1
+        mode, place, several = Mode(**told), self._grid.place, self._grid.has_rows
         count = place.count
         self._become(mode)
         graph = trace(self._model, dict.fromkeys(mode.names))
@@ -126,25 +126,20 @@ class StagePasses(LedLoop):
             setup.refuse_frequencies(self._model)
         agreed = self._agreed(graph, x)
         if agreed is None:
-            return  # the batch is at fault, and the first process says so
+            return  # the first process raises the error of this batch
         microbatches, firsts = agreed
-        parts = cut(graph, firsts)
-        users: list[set[Tensor]] = [set() for _ in range(count)]
-        for part in parts:
-            users[part.index % count] |= tensors_of(graph, part)
-        used = devices_of(users)
-        lasts = self._grid.ranks((len(parts) - 1) % count)
+        opened = open_stages(graph, firsts, place, self._params, self._cast)
+        lasts = self._grid.ranks(opened.last)
         ends = [(last, 0) for last in lasts] + [(0, last) for last in lasts]
         whole = open_channels(self._collective, ends, 1)
-        channels = StageChannels(parts, count, place.collective)
-        others = (part for part in parts if part.index % count or several)
+        others = (part for part in opened.stage.parts if part.index % count or several)
         split = StageSplit(
             mode,
-            Stage(graph, parts, place.index, channels, self._cast),
+            opened.stage,
             microbatches,
             {given for part in others for given in part.inputs},
-            [i for i, p in enumerate(self._params) if used.get(p, [0])[0] == place.index],
-            TiedGradients(place.collective, self._params, used),
+            [i for i, p in enumerate(self._params) if p in opened.owned],
+            opened.ties,
             whole[: len(lasts)],
             whole[len(lasts) :],
             self._draws,
@@ -155,12 +150,14 @@ class StagePasses(LedLoop):
         if self._state is None:
             self._stepped = [] if self._grid.row else split.owned
             self._own()
-        ranks = {t: [r for s in stages for r in self._grid.ranks(s)] for t, stages in used.items()}
-        self._shared.own(ranks)
+        stages_of = opened.used.items()
+        self._shared.own(
+            {t: [r for s in used for r in self._grid.ranks(s)] for t, used in stages_of}
+        )
         self._shared.leave_home()
 
     def _agreed(self, graph: LayerGraph, x: dict[str, Any] | None) -> list[Any] | None:
-        """What the first process plans; None if it could not. Collective."""
+        """The first process' plan; None if planning has failed there. Collective."""
         try:
             mine = None if x is None else self._planned(graph, list(x.values()))
         except Exception:
@@ -187,11 +184,11 @@ class StagePasses(LedLoop):
         return [plan.microbatches, list(plan.firsts)]
 
     def _cuts(self, microbatches: int) -> bool:
-        """Whether rows must not look at each other."""
+        """Whether a batch is cut, so that rows must be independent."""
         return microbatches * self._grid.count > 1 and self._pipeline.batch_norm is None
 
     def _prove_later(self, split: StageSplit, given: list[Any]) -> None:
-        """A first batch of one row says nothing about rows."""
+        """Check that rows are independent if the first batch had only one."""
         if not split.proved and self._rows > 1:
             self._failed = False  # nobody waits for anything yet
             prove_rows(split.graph, self._rows, lambda start, end: rows(given, start, end))
@@ -205,18 +202,18 @@ class StagePasses(LedLoop):
         self._state.share(self._collective)
 
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
-        split, dice = self._splits[at], torch.get_rng_state()
+        split, rng = self._splits[at], torch.get_rng_state()
         pieces = [piece for each in self._cut(split, self._rows) for piece in each]
         seeds = torch.randint(2**62, (len(pieces),)).tolist()
         if split.draws:  # else the loop's own draws are those of one device
-            dice = torch.get_rng_state()
+            rng = torch.get_rng_state()
         given = [x[name] for name in split.mode.names]
         self._prove_later(split, given)
         sent = [value if i in split.elsewhere else None for i, value in enumerate(given)]
         number, total = self._count, self._rows
         self._commands.tell("forward", at, number, total, seeds, cast, dropped, sent)
         self._play_forward(at, number, total, seeds, cast, dropped, given)
-        torch.set_rng_state(dice)
+        torch.set_rng_state(rng)
         used = self._of_each(split.outputs, self._passes[number])
         told = [channel.take() for channel, _ in used]
         self._failed = False  # nobody waits for anything, whatever has happened
@@ -231,7 +228,7 @@ class StagePasses(LedLoop):
                 channel.release()
 
     def _raise(self, failures: list[Any]) -> None:
-        """Raise what a layer has raised in this pass, here or elsewhere."""
+        """Raise the exception of a layer in this pass, of this process or another."""
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
@@ -243,13 +240,13 @@ class StagePasses(LedLoop):
             )
 
     def _note(self, error: Exception) -> list[str]:
-        """What the first process is told of a layer's exception."""
+        """A layer's exception as it is sent to the first process."""
         if self._replica.leads:
             self._raised = error
         return [self._replica.name, described(error)]
 
     def _cut(self, split: StageSplit, total: int) -> list[Pieces]:
-        """Where the microbatches of each pipeline begin and end, in rows of the batch."""
+        """The microbatches of each pipeline, in rows of the batch."""
         found: list[Pieces] = []
         for row in range(self._grid.count):
             first, end = share(total, self._grid.count, row)
@@ -262,7 +259,7 @@ class StagePasses(LedLoop):
     def _of_each(
         channels: Sequence[TreeChannel], held: WholePass
     ) -> list[tuple[TreeChannel, Pieces]]:
-        """Of the pipelines that have rows: the channel, and where they are."""
+        """The channels and microbatches of the pipelines that have rows."""
         both = zip(channels, held.everywhere, strict=True)
         return [(channel, pieces) for channel, pieces in both if pieces]
 
@@ -296,8 +293,8 @@ class StagePasses(LedLoop):
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Only the last stages are given the gradients, each those of its microbatches; the others
-        hear what is trained by now."""
+        """Send each last stage the gradients of its microbatches, and all processes which
+        parameters require a gradient now."""
         self._commands.tell("backward", number, there, [p.requires_grad for p in self._params])
         held = self._passes[number]
         cuts = sum(map(len, held.everywhere)) > 1
@@ -333,13 +330,13 @@ class StagePasses(LedLoop):
         stage.play((op for op in ops if op.kind == kind), inputs, seeds, held.judge)
 
     def _hold(self, owned: Sequence[int], there: Sequence[bool]) -> None:
-        """Have these parameters the gradients that are there, and the others none."""
+        """Give the `owned` parameters their existing gradients, and all other parameters none."""
         mine = set(owned)
         for index, param in enumerate(self._params):
             param.grad = self._lent(index) if index in mine and there[index] else None
 
     def _settled(self, split: StageSplit) -> list[int]:
-        """Put gradients where all see them; returns the numbers of all that are there."""
+        """Share the gradients; returns the indices of all parameters that have one."""
         named = dict(self._model.named_parameters())
         owned = [self._params[i] for i in split.owned]
         refuse_strays(named, set(owned), self._replica.name)

@@ -1,5 +1,5 @@
-"""How a model is split over the devices of a pipeline: into how many microbatches a batch is cut,
-and with which layers stages begin. Measured on the first batch, or as the user says."""
+"""How a model is split over the devices of a pipeline: the number of microbatches, and the first
+layer of each stage. Measured on the first batch, or named by the user."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.layer_split import LayerCost, slowest, split_layers
 from stratagem.rules.schedules import SCHEDULES, kept
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_costs import LayerMeter, run_graph
-from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_graph import LayerGraph, run_graph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage import cut
 
 log = logging.getLogger("stratagem")
 
-#: rows on which it is tried that the layers are the model
+#: rows on which the layers are compared with the whole model
 _TRIED = 5
 
-#: inputs of the first rows of a batch, as many as one microbatch of so many has
+#: the inputs of the first so many rows of a batch
 RowsOf = Callable[[int], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the chief tells the other devices."""
+    """The split that the chief sends to the other devices."""
 
     microbatches: int
     #: the first layer of each part
@@ -43,7 +43,7 @@ class StagePlan:
 
 
 def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
-    """Refuse what cannot be split so, before anything is started."""
+    """Refuse a model that this pipeline cannot split, before anything is started."""
     parts = devices * pipeline.parts
     if len(graph.layers) < parts:
         names = ", ".join(layer.name for layer in graph.layers)
@@ -77,7 +77,7 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse one that may look at the parameters of all stages at once."""
+    """Refuse an optimizer that may need the parameters of all stages at once."""
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS) or not kind.__module__.startswith("torch."):
         raise NotDistributable(
@@ -128,7 +128,7 @@ def prove(graph: LayerGraph, total: int, inputs: RowsOf) -> tuple[bool, list[str
 
 @torch.no_grad()
 def prove_rows(graph: LayerGraph, total: int, inputs: Callable[[int, int], Sequence[Any]]) -> None:
-    """Refuse a model whose rows look at each other: pieces of a batch have others beside them."""
+    """Refuse a model in which a row's output depends on other rows: microbatches separate them."""
     count = min(total, _TRIED)
     cuts = [(0, count // 2), (count // 2, count)] if count > 1 else [(0, count)]
     with dry_run(*graph.module.modules()):
@@ -146,7 +146,7 @@ def prove_rows(graph: LayerGraph, total: int, inputs: Callable[[int, int], Seque
 
 
 def alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    """Whether these are the same, to rounding."""
+    """Whether two sequences of tensors are equal to rounding."""
     return all(
         one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6, equal_nan=True)
         for one, other in zip_longest(some, others, fillvalue=torch.empty(0))
@@ -156,7 +156,7 @@ def alike(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
 def make_plan(
     graph: LayerGraph, pipeline: Pipeline, devices: int, rows: int, inputs: RowsOf
 ) -> tuple[StagePlan, str]:
-    """On the chief: measure, and choose; returns a table as well."""
+    """On the chief: measure the layers and choose a split; returns also its table."""
     best: tuple[float, StagePlan, list[LayerCost]] | None = None
     for microbatches in _candidates(pipeline.microbatches, devices, rows):
         costs = LayerMeter(graph).measure(inputs(-(-rows // microbatches)))
@@ -176,7 +176,7 @@ def make_plan(
 
 
 def say_plan(pipeline: Pipeline, plan: StagePlan, table: str) -> None:
-    """Print the split; only a user who has not named it has to see it."""
+    """Log the split; as a warning only where the user has not named it."""
     level = logging.WARNING if pipeline.split is None else logging.INFO
     log.log(
         level,
@@ -213,7 +213,7 @@ def _firsts(
 
 
 def _table(graph: LayerGraph, plan: StagePlan, devices: int, costs: Sequence[LayerCost]) -> str:
-    """Stage, layers, milliseconds and megabytes, and what crosses to later ones."""
+    """A line for each stage: layers, milliseconds, megabytes, and what it sends to later stages."""
     head = ("stage", "device", "layers", "ms", "MB", "hands on")
     lines = [head]
     made_by = {n.name: layer.name for layer in graph.layers for n in layer.nodes}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from stratagem.wire.shared_scratch import SharedScratch
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-#: what this process has of a layer's tensor, by its name
+#: this process' part of a layer's tensor, by its name
 Own = Callable[[str], Any]
 _CONVOLVE: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def widths(layer: nn.Module) -> dict[str, int]:
-    """The ways in which a layer can be divided, and how many parts it can have so."""
+    """The ways in which a layer can be divided, and the most parts for each."""
     if type(layer) is nn.Linear:
         return {"columns": layer.out_features, "rows": layer.in_features}
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -48,7 +49,7 @@ def widths(layer: nn.Module) -> dict[str, int]:
 
 
 def divisions(layer: Any, how: str, bounds: tuple[int, ...]) -> dict[str, Division | None]:
-    """How each parameter of a layer is divided; None is whole."""
+    """How each parameter of a layer is divided; None: it stays whole."""
 
     def along(dim: int, name: str, *shape: int) -> Division:
         return Division(shape or tuple(layer.get_parameter(name).shape), dim, bounds)
@@ -70,38 +71,27 @@ def divisions(layer: Any, how: str, bounds: tuple[int, ...]) -> dict[str, Divisi
     return {name: along(1, name) if name == "weight" else None for name in names}
 
 
-class DividedLinear(nn.Module):
-    """A linear layer, by columns or by rows."""
+class DividedProduct(nn.Module):
+    """A linear layer or a convolution, by its outputs or by its inputs."""
 
-    def __init__(self, layer: nn.Linear, how: str, own: Own, group: SharedScratch) -> None:
+    def __init__(
+        self, layer: nn.Linear | Convolution, how: str, own: Own, group: SharedScratch
+    ) -> None:
         super().__init__()
         self.weight, self.bias = own("weight"), own("bias")
         self._columns, self._group = how == "columns", group
+        self._product: Callable[..., Tensor] = F.linear
+        if not isinstance(layer, nn.Linear):
+            options = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+            self._product = partial(_CONVOLVE[self.weight.dim()], **options)
 
     def forward(self, x: Tensor) -> Any:
         if self._columns:
-            return F.linear(x, self.weight, self.bias)
-        found = sum_of_parts(F.linear(x, self.weight), self._group)
-        return found if self.bias is None else found + self.bias
-
-
-class DividedConvolution(nn.Module):
-    """A convolution, by channels that it makes or by channels that it is given."""
-
-    def __init__(self, layer: Convolution, how: str, own: Own, group: SharedScratch) -> None:
-        super().__init__()
-        self.weight, self.bias = own("weight"), own("bias")
-        self._columns, self._group = how == "columns", group
-        self._options = layer.stride, layer.padding, layer.dilation
-
-    def forward(self, x: Tensor) -> Any:
-        convolve = _CONVOLVE[self.weight.dim()]
-        if self._columns:
-            return convolve(x, self.weight, self.bias, *self._options)
-        found = sum_of_parts(convolve(x, self.weight, None, *self._options), self._group)
+            return self._product(x, self.weight, self.bias)
+        found = sum_of_parts(self._product(x, self.weight), self._group)
         if self.bias is None:
             return found
-        return found + self.bias.view(-1, *[1] * (found.dim() - 2))
+        return found + self.bias.view(-1, *[1] * (self.weight.dim() - 2))
 
 
 class DividedEmbedding(nn.Module):
@@ -135,7 +125,7 @@ class DividedNorm(nn.Module):
 
     def __init__(self, layer: Norm, own: Own) -> None:
         super().__init__()
-        self._layer = [layer]  # not a part: its parameters are the whole ones
+        self._layer = [layer]  # in a list, so that its whole parameters are not registered here
         self.weight, self.bias = own("weight"), own("bias")
         self._mean, self._var = own("running_mean"), own("running_var")
 
@@ -154,7 +144,7 @@ class DividedNorm(nn.Module):
 
 
 class DividedDropout(nn.Module):
-    """Dropout of a part, with the numbers that one device draws for the whole."""
+    """Dropout of a part, with the random numbers that one device draws for the whole."""
 
     def __init__(self, p: float, active: Callable[[], bool], split: Split, rank: int) -> None:
         super().__init__()
@@ -165,13 +155,13 @@ class DividedDropout(nn.Module):
 
 
 def dropped(x: Tensor, p: float, split: Split, rank: int) -> Tensor:
-    """Drop out of a part what would be dropped out of the whole."""
+    """Dropout of a part, as the whole value's dropout would affect it."""
     if p == 0.0:
         return x
     shape = list(x.shape)
     shape[split.dim] = split.whole
     strides = x.stride()
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])  # numbers are drawn in memory's
+    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])  # drawn in memory order
     back = sorted(range(x.dim()), key=order.__getitem__)
     ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype).permute(back)
     return x * split.part(F.dropout(ones, p), rank)
@@ -200,7 +190,8 @@ class DividedAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Any, None]:
-        """Weights are not returned: who uses them is not divided. A causal mask is given, too."""
+        """Return no weights: attention whose weights are used is not divided. `attn_mask` has the
+        causal mask."""
         (layer,) = self._layer
         given = (query, key, value)
         if not layer.batch_first:
@@ -225,7 +216,7 @@ class DividedAttention(nn.Module):
         return made.view(*made.shape[:2], -1, self._layer[0].head_dim).transpose(1, 2)
 
     def _mask(self, attention: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """What is added to the scores."""
+        """The mask that is added to the scores, if any."""
         found = None
         if attention is not None:
             found = _added(attention, q)
@@ -245,7 +236,7 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Weights of the keys; all zero for a query that sees none, as in torch's own attention."""
+    """Attention weights; all zero for a query whose keys are all masked, as torch has it."""
     if mask is None:
         return scores.softmax(-1)
     blind = (mask == -math.inf).all(-1, keepdim=True)
@@ -256,32 +247,30 @@ def divided_layer(
     layer: Any, how: str, own: Own, group: SharedScratch, bounds: tuple[int, ...]
 ) -> nn.Module:
     """The part of a layer that this process computes."""
-    if isinstance(layer, nn.Linear):
-        return DividedLinear(layer, how, own, group)
     if isinstance(layer, nn.Embedding):
         return DividedEmbedding(layer, how, own, group, bounds[group.rank])
     if isinstance(layer, nn.MultiheadAttention):
         return DividedAttention(layer, own, Split(1, bounds), group)
     if isinstance(layer, Norm):
         return DividedNorm(layer, own)
-    assert isinstance(layer, Convolution)
-    return DividedConvolution(layer, how, own, group)
+    assert isinstance(layer, nn.Linear | Convolution)
+    return DividedProduct(layer, how, own, group)
 
 
-# --- what crosses between processes: four operations ----------------------------------------------
+# --- communication between processes: four operations --------------------------------------------
 #
 #     operation   forward                          backward
-#     Enter       whole, as it is                  the sum of everybody's gradient
-#     Sum         the sum of everybody's part      whole, as it is
-#     Gather      parts put together               this process' part of the gradient
-#     Scatter     this process' part               parts of the gradient put together
+#     Enter       whole, unchanged                 all-reduce the gradient
+#     Sum         all-reduce the parts             whole, unchanged
+#     Gather      all-gather the parts             this process' part of the gradient
+#     Scatter     this process' part               all-gather the gradient
 #
-# A value that is whole is alike on all processes, and so is its gradient.
+# A whole value is the same on all processes, and so is its gradient.
 
 
 @dataclass(frozen=True)
 class Split:
-    """A value of which each process has a part: along an axis, at these bounds."""
+    """How a value is divided over processes: along an axis, at these bounds."""
 
     dim: int
     bounds: tuple[int, ...]
@@ -298,7 +287,7 @@ class Split:
         return tensor.narrow(self.dim, self.bounds[rank], self.sizes[rank])
 
 
-class _Enter(Function):
+class Enter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch) -> Tensor:
         ctx.group = group
@@ -320,7 +309,7 @@ class _Sum(Function):
         return gradient, None
 
 
-class _Gather(Function):
+class Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch, split: Split) -> Tensor:
         ctx.group, ctx.split = group, split
@@ -331,7 +320,7 @@ class _Gather(Function):
         return ctx.split.part(gradient, ctx.group.rank), None, None
 
 
-class _Scatter(Function):
+class Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SharedScratch, split: Split) -> Tensor:
         ctx.group, ctx.split = group, split
@@ -343,39 +332,20 @@ class _Scatter(Function):
         return ctx.group.gather(gradient, ctx.split.dim, ctx.split.sizes), None, None
 
 
-class Enter(nn.Module):
-    """A whole value on its way into a divided layer."""
+class Crossing(nn.Module):
+    """Enter, Gather or Scatter as a module; it passes on what is no tensor."""
 
-    def __init__(self, group: SharedScratch) -> None:
+    def __init__(
+        self, operation: type[Function], group: SharedScratch, split: Split | None = None
+    ) -> None:
         super().__init__()
-        self._group = group
+        self._operation = operation
+        self._given = (group,) if split is None else (group, split)
 
     def forward(self, x: Any) -> Any:
-        return _Enter.apply(x, self._group) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
-
-
-class Gather(nn.Module):
-    """The whole of a divided value."""
-
-    def __init__(self, group: SharedScratch, split: Split) -> None:
-        super().__init__()
-        self._group, self._split = group, split
-
-    def forward(self, x: Tensor) -> Any:
-        return _Gather.apply(x, self._group, self._split)  # type: ignore[no-untyped-call]
-
-
-class Scatter(nn.Module):
-    """This process' part of a whole value."""
-
-    def __init__(self, group: SharedScratch, split: Split) -> None:
-        super().__init__()
-        self._group, self._split = group, split
-
-    def forward(self, x: Tensor) -> Any:
-        return _Scatter.apply(x, self._group, self._split)  # type: ignore[no-untyped-call]
+        return self._operation.apply(x, *self._given) if isinstance(x, Tensor) else x  # type: ignore[no-untyped-call]
 
 
 def sum_of_parts(x: Tensor, group: SharedScratch) -> Any:
-    """What everybody's part adds up to."""
+    """The sum of all processes' parts."""
     return _Sum.apply(x, group)  # type: ignore[no-untyped-call]

@@ -1,11 +1,11 @@
-"""Which layers are divided, and how: a layer by columns, what acts on single elements, a layer by
-rows, and one sum behind them.
+"""Which layers are divided, and how: a layer by columns, elementwise functions, a layer by rows,
+and one sum after them.
 
     x  whole -> [ columns ] -> divided -> [ activation ] -> divided -> [ rows ] -> sum -> whole
 
-A value stays divided as long as what uses it can take a part; else it is gathered, and computed
-with by all processes alike. A tensor that several layers use is divided by all of them in the
-same way, or not at all.
+A value stays divided while its users can take a part; else it is gathered, and all processes
+compute the same. A tensor that several layers use is divided by all of them in the same way, or not
+at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _named(place: Any, names: str) -> tuple[Any, ...]:
     return tuple(getattr(place, name) for name in names.split())
 
 
-#: act on every element by itself
+#: elementwise modules
 _MODULES = _named(
     nn,
     "ReLU ReLU6 LeakyReLU ELU CELU SELU GELU SiLU Mish Tanh Sigmoid Softplus Softsign Hardtanh "
@@ -43,7 +43,7 @@ _FUNCTIONS = {
 }
 _METHODS = {"relu", "tanh", "sigmoid", "abs", "square", "contiguous"}
 _BINARY = {operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub}
-#: leave channels apart
+#: treat every channel by itself
 _POOLS = _named(
     nn, " ".join(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3))
 )
@@ -52,13 +52,13 @@ WAYS = ("columns", "rows", "replicate")
 
 @dataclass
 class Use:
-    """How one call of a layer, or what lies between layers, is computed."""
+    """How one node is computed: a call of a layer, or a function between layers."""
 
     #: "columns", "rows", "norm", "dropout", "part" (the same on a part), or "whole"
     how: str = "whole"
-    #: of the layer
+    #: where the parts of the layer end
     bounds: tuple[int, ...] = ()
-    #: of the input and of the output, if they are divided
+    #: how the input and the output are divided; None: whole
     given: Split | None = None
     made: Split | None = None
 
@@ -78,7 +78,7 @@ def named_layers(graph: LayerGraph) -> dict[str, nn.Module]:
 
 
 def check_plan(graph: LayerGraph, asked: Mapping[str, str], count: int) -> None:
-    """Refuse names that are not there, and layers that cannot be divided as asked."""
+    """Refuse unknown names, and layers that cannot be divided as asked."""
     layers = named_layers(graph)
     for name, how in asked.items():
         if name not in layers:
@@ -126,8 +126,7 @@ def make_plan(
     shapes: Mapping[fx.Node, torch.Size],
     kept_whole: Collection[Tensor] = (),
 ) -> TensorPlan:
-    """How the layers of a graph are divided; `shapes` are those of its values, for
-    some rows."""
+    """How the layers of a graph are divided; `shapes` are the shapes of its values."""
     check_plan(graph, asked, count)
     undivided: set[str] = set()
     while True:
@@ -157,7 +156,7 @@ class _Planner:
         self._graph, self._count, self._asked = graph, count, asked
         self._shapes, self._undivided = shapes, undivided
         self._plan = TensorPlan()
-        #: of each tensor, the layers that use it and how they divide it
+        #: by tensor, the layers that use it and how they divide it
         self._users: dict[Tensor, list[tuple[str, Division | None]]] = {}
 
     def run(self) -> TensorPlan:
@@ -173,7 +172,7 @@ class _Planner:
         return self._plan
 
     def conflict(self, kept_whole: Collection[Tensor]) -> set[str]:
-        """Layers that divide a tensor which another use has otherwise."""
+        """Layers that divide a tensor in another way than its other users."""
         found: set[str] = set()
         for tensor, users in self._users.items():
             ways = {way for _, way in users} | ({None} if tensor in kept_whole else set())
@@ -247,7 +246,7 @@ class _Planner:
         return Use(how, bounds, given=split)
 
     def _tied(self, layer: Any, ways: dict[str, int]) -> str | None:
-        """The way in which a weight is divided that another layer has divided already."""
+        """How a weight is divided if another layer has divided it already."""
         known = self._plan.divided.get(layer.weight)
         for how, width in ways.items() if known is not None else ():
             if divisions(layer, how, _bounds(width, self._count))["weight"] == known:
@@ -255,7 +254,7 @@ class _Planner:
         return None
 
     def _attention(self, node: fx.Node, name: str, layer: nn.MultiheadAttention) -> Use:
-        """By heads, where nobody looks at the weights and rows come in batches."""
+        """By heads, if the attention weights are not used and the input has batches."""
         ways = _ways(layer, self._count)
         batched = bool(node.args) and self._rank(node.args[0]) == 3
         first = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
@@ -263,7 +262,7 @@ class _Planner:
             return Use()
         return Use("columns", _bounds(layer.num_heads, self._count))
 
-    # --- what lies between --------------------------------------------------------------------
+    # --- functions between layers -------------------------------------------------------------
 
     def _function(self, node: fx.Node) -> Use:
         given, target = self._given(node), node.target
@@ -283,7 +282,7 @@ class _Planner:
         return Use()
 
     def _binary(self, node: fx.Node, given: Split) -> Use:
-        """Of two parts alike, or of a part and a number."""
+        """An operation on two parts divided in the same way, or on a part and a number."""
         other = node.args[1] if len(node.args) == 2 and not node.kwargs else None
         if isinstance(other, int | float):
             return Use("part", given=given, made=given)
@@ -294,7 +293,7 @@ class _Planner:
         return Use("part", given=given, made=given) if alike else Use()
 
     def _flat(self, node: fx.Node, given: Split) -> Use:
-        """Channels one after another: a process' features lie together."""
+        """Flattened channels: the features of one process are adjacent."""
         features = self._shapes[node][-1] if len(self._shapes.get(node, ())) == 2 else 0
         if given.dim != 1 or not features or not self._has_length(node, features):
             return Use()
@@ -302,8 +301,8 @@ class _Planner:
         return Use("part", given=given, made=Split(1, tuple(b * each for b in given.bounds)))
 
     def _has_length(self, node: fx.Node, features: int) -> bool:
-        """Whether a flat value has so many features in every batch: only linear layers of as many
-        inputs use it, maybe behind what acts on single elements."""
+        """Whether a flat value always has so many features: only linear layers with as many inputs
+        use it, possibly after elementwise functions."""
         for user in node.users:
             called = user.op == "call_module"
             layer = self._graph.module.get_submodule(str(user.target)) if called else None
@@ -317,7 +316,7 @@ class _Planner:
         return bool(node.users)
 
     def _rank(self, node: Any) -> int:
-        """How many axes a value has; 0 of what is no tensor."""
+        """The number of axes of a value; 0 if it is no tensor."""
         return len(self._shapes.get(node, ())) if isinstance(node, fx.Node) else 0
 
     def _given(self, node: fx.Node) -> Split | None:

@@ -1,4 +1,4 @@
-"""A model of which each process computes a part, made of its layers and a plan."""
+"""Builds the program of one process from a model's layers and a plan that divides them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from stratagem.state.divided_update import Division, OwnPart
-from stratagem.training.layer_costs import run_node
-from stratagem.training.layer_graph import LayerGraph, Opened
+from stratagem.training.layer_graph import LayerGraph, Opened, run_encoder
 from stratagem.training.tensor_layers import (
+    Crossing,
     DividedDropout,
     Enter,
     Gather,
@@ -26,7 +25,7 @@ from stratagem.wire.shared_scratch import SharedScratch
 
 
 class OwnParts:
-    """The parts of parameters that one process has: a leaf of the graph for each."""
+    """The parts of parameters that one process has, each a leaf of the graph."""
 
     def __init__(self, plan: TensorPlan, params: Sequence[nn.Parameter], rank: int, count: int):
         self._divided, self._rank = plan.divided, rank
@@ -47,7 +46,7 @@ class OwnParts:
                 self.own.append(OwnPart(param, None, param, True))
 
     def of(self, tensor: Tensor | None) -> Tensor | None:
-        """What this process computes with."""
+        """The part of a tensor that this process computes with, or the tensor if it is whole."""
         if tensor is None:
             return None
         if tensor in self._leaves:
@@ -64,7 +63,7 @@ class _Builder:
         self.made = fx.Graph()
         self.held: dict[str, Any] = {}
         self._known: dict[fx.Node, fx.Node] = {}
-        #: whole values of divided ones, and those on their way into divided layers
+        #: gathered values, and values that have passed `Enter`
         self._whole: dict[fx.Node, fx.Node] = {}
         self._entered: dict[fx.Node, fx.Node] = {}
 
@@ -92,12 +91,12 @@ class _Builder:
         if split is None:
             return self._known[node]
         if node not in self._whole:
-            self._whole[node] = self.call(Gather(self._group, split), self._known[node])
+            self._whole[node] = self.call(Crossing(Gather, self._group, split), self._known[node])
         return self._whole[node]
 
     def _enter(self, node: fx.Node) -> fx.Node:
         if node not in self._entered:
-            self._entered[node] = self.call(Enter(self._group), self.whole(node))
+            self._entered[node] = self.call(Crossing(Enter, self._group), self.whole(node))
         return self._entered[node]
 
     def _split(self, node: fx.Node) -> Split | None:
@@ -142,7 +141,9 @@ class _Builder:
         if self._split(first) == use.given:
             return self.call(made, self._known[first])
         assert use.given is not None
-        return self.call(made, self.call(Scatter(self._group, use.given), self.whole(first)))
+        return self.call(
+            made, self.call(Crossing(Scatter, self._group, use.given), self.whole(first))
+        )
 
 
 def _dropout(module: nn.Module, node: fx.Node) -> tuple[float, Callable[[], bool]]:
@@ -159,25 +160,12 @@ def _dropout(module: nn.Module, node: fx.Node) -> tuple[float, Callable[[], bool
 def divided_program(
     graph: LayerGraph, plan: TensorPlan, parts: OwnParts, group: SharedScratch
 ) -> fx.GraphModule:
-    """The model as a module of its inputs, of which this process computes its part."""
+    """The model as a module of its inputs, which computes this process' part."""
     return _Builder(graph, plan, parts, group).build()
 
 
-def shapes_of(graph: LayerGraph, inputs: Sequence[Any]) -> dict[fx.Node, torch.Size]:
-    """The shapes of all values of a graph, for some rows."""
-    known: dict[fx.Node, Any] = dict(zip(graph.inputs, inputs, strict=True))
-
-    def get(node: fx.Node) -> Any:
-        return graph.look_up(str(node.target)) if node.op == "get_attr" else known[node]
-
-    for layer in graph.layers:
-        for node in layer.nodes:
-            known[node] = run_node(graph.module, node, get)
-    return {node: value.shape for node, value in known.items() if isinstance(value, Tensor)}
-
-
 def table(graph: LayerGraph, plan: TensorPlan, count: int) -> str:
-    """The plan, a line for each layer with parameters: how it is divided, and what crosses."""
+    """The plan, a line for each layer with parameters: how it is divided, and what is exchanged."""
     lines = [("layer", "divided by", "MB a device", "crosses")]
     gathered = gathered_layers(graph, plan)
     seen: set[str] = set()
@@ -216,7 +204,7 @@ def _word(layer: nn.Module, use: Use) -> str:
 
 
 def _crossing(layer: nn.Module, use: Use, gathered: bool) -> str:
-    """What travels forward, and behind the comma backward."""
+    """The exchanges in forward, and after the comma in backward."""
     attends = isinstance(layer, nn.MultiheadAttention)
     words = []
     if use.how == "rows" or (attends and use.how == "columns"):
@@ -229,7 +217,7 @@ def _crossing(layer: nn.Module, use: Use, gathered: bool) -> str:
 
 
 def gathered_layers(graph: LayerGraph, plan: TensorPlan) -> set[fx.Node]:
-    """Layers whose divided output somebody needs whole."""
+    """Layers whose divided output is used whole."""
     found: set[fx.Node] = set()
     for node in graph.graph.nodes:
         use = plan.uses.get(node, Use())
@@ -250,7 +238,7 @@ def _encoder_layer(
     src_key_padding_mask: Any = None,
     is_causal: Any = False,
 ) -> Any:
-    """What an nn.TransformerEncoderLayer does in training."""
+    """What an nn.TransformerEncoderLayer computes in training."""
 
     def attend(x: Any) -> Any:
         masks = {"attn_mask": src_mask, "key_padding_mask": src_key_padding_mask}
@@ -268,26 +256,5 @@ def _encoder_layer(
     return layer.norm2(x + feed(x))
 
 
-def _encoder(
-    encoder: Any,
-    src: Any,
-    mask: Any = None,
-    src_key_padding_mask: Any = None,
-    is_causal: Any = None,
-) -> Any:
-    """What an nn.TransformerEncoder does in training."""
-    for layer in encoder.layers:
-        src = layer(src, src_mask=mask, src_key_padding_mask=src_key_padding_mask)
-    return src if encoder.norm is None else encoder.norm(src)
-
-
 #: layers of torch that consist of layers which can be divided
-OPENED: Opened = {nn.TransformerEncoderLayer: _encoder_layer, nn.TransformerEncoder: _encoder}
-
-
-def agree(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two outputs are the same to rounding."""
-    return len(ours) == len(theirs) and all(
-        a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+OPENED: Opened = {nn.TransformerEncoderLayer: _encoder_layer, nn.TransformerEncoder: run_encoder}

@@ -19,9 +19,8 @@ import common
 import real
 import report
 import virtual
+from overhead import measure_overhead
 from size import SMALL, Size, rows_touched, traffic
-
-from stratagem.plan.machine import measure_overhead
 
 HERE = Path(__file__).parent
 TIMEOUT = 400

@@ -53,7 +53,7 @@ def predict(size: Size, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Every real run, from what was measured without it: how far off?
 
     alone       computing and the store's work only, as if messages cost nothing
-    overhead    with what messages cost processors, as `plan.overhead` has measured it
+    overhead    with what messages cost processors, as `overhead.py` has measured it
     one core    the same, but no faster than one core that does everything in turns
     """
     rows = []

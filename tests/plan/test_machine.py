@@ -1,20 +1,16 @@
-"""What is measured on this machine: memory, a server's update, the cost of messages.
-
-Real messages are measured in tests/studies/test_sparse.py.
-"""
+"""What is measured on this machine: memory, and a server's update."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from stratagem.errors import UsageError
-from stratagem.plan import machine, measure
+from stratagem.plan import measure
 from stratagem.plan.configuration import SERVERS, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.hardware import Hardware
@@ -22,7 +18,6 @@ from stratagem.plan.host_memory import available, least
 from stratagem.plan.machine import update_seconds
 from stratagem.plan.notebook import profile as measured
 from stratagem.plan.report import warnings
-from stratagem.plan.simulation.scenario import Overhead
 from tests.clock import unless_late
 from tests.plan.support import IDEAL, profile
 
@@ -168,24 +163,3 @@ def test_a_profile_says_why_no_server_takes_it() -> None:
     )
     assert "Own is not there" in made.unserved and made.server is None
     assert "without servers: a parameter server builds" in " ".join(warnings(made))
-
-
-def test_costs_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with known costs, its own computing and updating included, is found again."""
-    true = Overhead(2e-4, 3e-4, 2e-10, 1e-10, 1e-3, 6e-4)
-    idle = np.array([5e-5, 7e-5])
-
-    def served(count: int, servers: int, steps: int) -> machine.Clocks:
-        size = 2 * 4 * count
-        worker = true.worker_step + (2 * servers - 1) * true.worker_message
-        coordinator = true.server_step + (1 + (servers - 1) / 2) * true.server_message
-        ends = (
-            np.array([worker + size * true.worker_byte, coordinator + size * true.server_byte])
-            + idle
-        )
-        return np.array([*ends, *[2.5 * true.server_message + idle[1]] * (servers - 1)])
-
-    monkeypatch.setattr(machine, "_served", served)
-    monkeypatch.setattr(machine, "_beside", lambda count: idle)
-    found, expected = vars(machine.measure_overhead()), vars(true)
-    assert found == pytest.approx(expected, rel=0.01)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable
 from stratagem.state.divided_update import Division
-from stratagem.training.layer_graph import trace
+from stratagem.training.layer_graph import run_graph, shapes_of, trace
 from stratagem.training.tensor_layers import Split, dropped, widths
 from stratagem.training.tensor_plan import TensorPlan, make_plan, named_layers
-from stratagem.training.tensor_program import OPENED, OwnParts, divided_program, shapes_of, table
+from stratagem.training.tensor_program import OPENED, OwnParts, divided_program, table
 from stratagem.wire.segment import Segment
 from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.shared_scratch import SharedScratch
@@ -100,6 +100,21 @@ def choice(draw: st.DataObject, module: nn.Module, count: int) -> dict[str, str]
         if way is not None:
             found[name] = way
     return found
+
+
+def test_an_encoder_with_a_hook_stays_whole() -> None:
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False
+    )
+    module = nn.Sequential(encoder, nn.Linear(8, 2))
+    assert [layer.name for layer in trace(module).layers] == ["0.layers.0", "0.layers.1", "1"]
+    calls = []
+    encoder.register_forward_hook(lambda *given: calls.append(1))
+    graph = trace(module)
+    assert [layer.name for layer in graph.layers] == ["0", "1"]
+    calls.clear()
+    run_graph(graph, [torch.randn(2, 3, 8)])
+    assert calls == [1]
 
 
 numbers = st.integers(1, 9)

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from stratagem.compat.keras_names import Functional
-from stratagem.data.shares import rows, share
+from stratagem.data.shares import rows, share, with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.denominators import BatchPart, made_exact
-from stratagem.frontends.microbatches import map_detached
 from stratagem.training.layer_graph import Layer, LayerGraph
 from stratagem.training.mesh_grid import MeshGrid
 
@@ -280,7 +279,7 @@ class StageBatch:
             loss = self._model._compile_loss(y, model_output(self._model, found), weight)
         part: Tensor = loss * ((end - start) / self._total)
         self._losses.append(part.detach())
-        self._outputs.append(map_detached(list(found)))
+        self._outputs.append(with_tensors(list(found), Tensor.detach))
         return part
 
     def loss(self) -> float:

@@ -37,10 +37,10 @@ from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.layer_graph import LayerGraph
-from stratagem.training.mesh_grid import MeshGrid, TiedGradients, devices_of
+from stratagem.training.mesh_grid import MeshGrid, open_stages
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
-from stratagem.training.stage import Stage, StageChannels, cut, tensors_of
+from stratagem.training.stage import Stage
 from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -152,7 +152,7 @@ class StageSteps(ReplicaSteps):
 
     def _begin(self, data: Any, total: int) -> Stage:
         """Measure and split, with the first batch at hand. Collective."""
-        model, replica = self.adapter.model, self._grid.place
+        model = self.adapter.model
         model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
         self._trainable = trainable(model)
         self._bring_home()
@@ -167,20 +167,14 @@ class StageSteps(ReplicaSteps):
             plan = self._plan(graph, data, total)
             mine = [plan.microbatches, list(plan.firsts)]
         self._microbatches, firsts = broadcast_tree(self._grid.everybody, mine)
-        parts = cut(graph, firsts)
-        self._has_last = (len(parts) - 1) % replica.count == replica.index
-        users: list[set[Tensor]] = [set() for _ in range(replica.count)]
-        for part in parts:
-            users[part.index % replica.count] |= tensors_of(graph, part)
-        used, params = devices_of(users), [v.value for v in model.trainable_variables]
-        self._owned = [
-            v for v in model.trainable_variables if used.get(v.value, [0])[0] == replica.index
-        ]
-        self._ties = TiedGradients(self._collective, params, used)
-        self._home.own(used)
+        variables = model.trainable_variables
+        opened = open_stages(graph, firsts, self._grid.place, [v.value for v in variables])
+        self._has_last, self._ties = opened.is_last, opened.ties
+        self._owned = [v for v in variables if v.value in opened.owned]
+        self._home.own(opened.used)
         self._state = TensorTracker(kept(model))
-        channels = StageChannels(parts, replica.count, self._collective)
-        return Stage(graph, parts, replica.index, channels)
+        stage: Stage = opened.stage
+        return stage
 
     def _plan(self, graph: LayerGraph, data: Any, total: int) -> StagePlan:
         model = self.adapter.model

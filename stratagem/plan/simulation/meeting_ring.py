@@ -21,7 +21,7 @@ from stratagem.training.settings import Settings
 
 
 class MeetingRing(SimulatedRing):
-    """All of one simulated job of replicas that train by themselves between meetings."""
+    """A simulated job whose replicas train independently between meetings."""
 
     def __init__(self, scenario: Scenario, *, trace: bool = False) -> None:
         super().__init__(replace(scenario, wire=None), trace=trace)

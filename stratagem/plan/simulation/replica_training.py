@@ -74,11 +74,11 @@ class InTurn:
             raise threading.BrokenBarrierError
 
     def leave(self, rank: int) -> None:
-        """It is the next one's turn."""
+        """Pass the turn to the next rank."""
         self._gates[(rank + 1) % len(self._gates)].release()
 
     def abort(self) -> None:
-        """Nobody comes any more: whoever waits has an error."""
+        """Break the exchange: every waiting thread raises an error."""
         with self._aborting:
             for gate in () if self._broken else self._gates:
                 self._broken = True

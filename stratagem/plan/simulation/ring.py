@@ -36,7 +36,7 @@ from stratagem.rules.stats import Stats
 
 
 class SimulatedRing:
-    """All of one simulated job without servers."""
+    """A simulated job without servers."""
 
     def __init__(self, scenario: Scenario, *, trace: bool = False) -> None:
         self.scenario = scenario
@@ -47,10 +47,10 @@ class SimulatedRing:
         ]
         self._readies = [ready for _, ready in scenario.work.buckets]
         self._stalls = pauses(scenario, (Stall,))
-        # a cut matters unless there is one host: then everybody is near everybody
+        # a cut has no effect on a single host
         apart = scenario.topology.host(scenario.workers - 1) > 0
         self._silent = pauses(scenario, (Stall, Cut)) if apart else self._stalls
-        #: when nothing goes around
+        #: pauses of the ring, by any replica
         self._silences = sorted({p for pauses in self._silent.values() for p in pauses})
 
     def run(self) -> SimulatedRun:

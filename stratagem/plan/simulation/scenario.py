@@ -26,7 +26,7 @@ from stratagem.wire.simulated import Topology
 
 @dataclass(frozen=True)
 class Kill:
-    """A worker's process ends; `back` seconds later another takes its place, or nobody does."""
+    """A worker's process ends; `back` seconds later a new one takes its place (None: never)."""
 
     worker: int
     at: float
@@ -60,7 +60,7 @@ class ServerDeath:
 
 
 Fault = Kill | Stall | Cut | ServerDeath
-#: from when to when
+#: begin and end
 Pause = tuple[float, float]
 
 
@@ -88,7 +88,7 @@ def after(start: float, seconds: float, pauses: Sequence[Pause]) -> float:
 
 
 def _check_faults(faults: tuple[Fault, ...], workers: int, servers: int) -> None:
-    """Refuse what cannot happen."""
+    """Refuse faults that cannot happen."""
     for fault in faults:
         number, kind, limit = (
             (fault.server, "server", servers)
@@ -172,8 +172,8 @@ class Overhead:
     byte      each byte of gradients and values
     step      each gradient: the worker's loop around it, the coordinator's judging it
 
-    A worker computes nothing meanwhile, and a server serves nobody else. `plan.overhead.measure`
-    finds them on the machine at hand.
+    A worker computes nothing meanwhile, and a server serves nobody else.
+    `studies/sparse/overhead.py` measures them on the machine at hand.
     """
 
     worker_message: float = 0.0
@@ -190,7 +190,7 @@ class Overhead:
 
     @property
     def none(self) -> bool:
-        """Whether nothing costs anything."""
+        """Whether messages cost nothing."""
         return not any(vars(self).values())
 
 
@@ -200,21 +200,14 @@ class Regrouping:
 
     seconds   until those who are left, or one more, have come together and go on
     least     how many must be left (min_replicas)
-    standby   replicas of one machine: seconds until another process stands by for each, which does
-              the share again that a killed one had begun; None: hosts, where nobody stands by
     """
 
     seconds: float = 0.4
     least: int = 1
-    standby: float | None = None
 
     def __post_init__(self) -> None:
-        times = (self.seconds, self.standby or 0.0)
-        if not (all(isfinite(each) and each >= 0 for each in times) and self.least >= 1):
-            raise UsageError(
-                "regrouping, and until another stands by, take 0 seconds or more; 1 replica or "
-                "more is left."
-            )
+        if not (isfinite(self.seconds) and self.seconds >= 0 and self.least >= 1):
+            raise UsageError("regrouping takes 0 seconds or more; 1 replica or more is left.")
 
 
 @dataclass(frozen=True)
@@ -292,7 +285,7 @@ class Scenario:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The part of the bytes that each server keeps."""
+        """Each server's share of the bytes."""
         whole = sum(self.shards)
         if whole:
             return tuple(shard / whole for shard in self.shards)
@@ -308,7 +301,7 @@ class Scenario:
         return same and not self.topology.per_rack
 
 
-#: one thing that happened: when, what, to which worker, and the numbers of it
+#: an event of the trace: time, kind, worker, and numbers
 Event = tuple[float, str, int, tuple[Any, ...]]
 
 

@@ -39,7 +39,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class ServerJob:
-    """All of one simulated job."""
+    """A simulated job with parameter servers."""
 
     def __init__(self, scenario: Scenario, trains: Trainer, *, trace: bool = False) -> None:
         self.scenario, self.trains = scenario, trains
@@ -105,7 +105,7 @@ class ServerJob:
         if self.trace is not None:
             self.trace.append((self.clock.now, what, worker, numbers))
 
-    # --- the chief: deals out the work ------------------------------------------------------
+    # --- the chief: the batches of an epoch -------------------------------------------------
 
     def _next_epoch(self) -> None:
         self._epoch, self._dealt = self._epoch + 1, 0
@@ -127,7 +127,7 @@ class ServerJob:
         deal(self.coordinator, None, self._epoch, self._dealt, runs, last)
         self._dealt += count
 
-    # --- the coordinator: what workers get to hear ----------------------------------------------
+    # --- the coordinator: tickets -----------------------------------------------------------
 
     def offer(self, worker: SimulatedWorker, *, likely: bool = False) -> None:
         """Give a worker a ticket, or let it wait; `likely`: seldom in vain, so it is just tried."""
@@ -216,7 +216,7 @@ class ServerJob:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Nothing here makes circles, and looking for them takes longer than the simulation."""
+    """Pause garbage collection: it takes longer than the simulation, which has no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -181,7 +181,7 @@ class LinkQueue(TurnRule):
 
 
 class Trainer(Protocol):
-    """What a simulated job asks of the training in it."""
+    """The training inside a simulated job."""
 
     plan: TrainingPlan
 
@@ -205,7 +205,7 @@ class Trainer(Protocol):
 
 
 class _Alone(type(threading.RLock())):  # type: ignore[misc]
-    """A lock that nobody else wants, as quick as one can be; it stands for a condition."""
+    """A condition without contention, as fast as possible."""
 
     def notify_all(self) -> None:
         """Nobody waits."""
@@ -231,7 +231,7 @@ class Weightless:
 
 
 class Idle:
-    """A job that takes time and does nothing else."""
+    """A training that takes time and computes nothing."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.plan = timed_plan(scenario)

@@ -1,4 +1,4 @@
-"""A simulated worker: what it does next, and when it has done it.
+"""A simulated worker: its steps, faults and messages in virtual time.
 
 ask ----> coordinator.offer ----> pull shards ----> compute ----> push ----> coordinator.push
  ^                                                                       |
@@ -49,7 +49,7 @@ class SimulatedJob(Protocol):
         """The ledger has changed: waiting workers may go on."""
 
     def leave(self, attendee: Participant) -> None:
-        """A worker is gone."""
+        """A worker has left."""
 
 
 class SimulatedWorker:
@@ -90,7 +90,7 @@ class SimulatedWorker:
         self._reply_route = Route(network, [Flow(coordinator, self.host, 0.0, 0.0)])
         self._pulls, self._pushes = _pull_route(job, self.host), _push_routes(job, self.host)
 
-    # --- its process ------------------------------------------------------------------------
+    # --- the process ------------------------------------------------------------------------
 
     def start(self) -> None:
         """A process comes up and joins the training, as soon as its host is there again."""
@@ -220,7 +220,7 @@ class SimulatedWorker:
             self._push()
 
     def _push(self) -> None:
-        """At the coordinator: all of the gradient has come."""
+        """At the coordinator: the whole gradient has arrived."""
         job, ticket = self.job, self._ticket
         assert ticket is not None
         weight, loss, examples = self._result
@@ -240,7 +240,7 @@ class SimulatedWorker:
         job.changed()
 
     def _answered(self, at: float) -> None:
-        """At the coordinator: its word goes to the worker, who asks for more."""
+        """At the coordinator: answer the push; the worker asks for its next ticket."""
         heard = at + self._reply_route.latency
         if heard + self._request_route.latency >= self._calm:
             self._clock.at(heard, self._busy(0.0, self._ask))

@@ -28,7 +28,7 @@ class Spread(ABC):
 
     @abstractmethod
     def draw(self, random: np.random.Generator, count: int) -> Seconds:
-        """So many steps, each by itself."""
+        """Draw the seconds of so many independent steps."""
 
     @property
     @abstractmethod

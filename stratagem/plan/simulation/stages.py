@@ -65,19 +65,19 @@ class StageScenario:
 
     @property
     def parts(self) -> int:
-        """Of the model, on each stage."""
+        """Parts of the model on each stage."""
         return PARTS[self.schedule]
 
     @property
     def without_links(self) -> StageScenario:
-        """The same where handing over takes no time."""
+        """The same scenario with messages that take no time."""
         free = replace(self.topology, rate=inf, latency=0.0, inside_rate=inf, inside_latency=0.0)
         return replace(self, topology=free, links={})
 
 
 @dataclass(frozen=True)
 class StageRun:
-    """What came of it: the time line of every batch."""
+    """The time line of every batch of a scenario."""
 
     scenario: StageScenario
     lines: tuple[Timeline, ...]
@@ -99,7 +99,7 @@ class StageRun:
 
     @property
     def least_bubble(self) -> float:
-        """What it is with equal times and free links."""
+        """The bubble with equal stages and free links."""
         scenario = self.scenario
         return bubble(scenario.stages, scenario.microbatches, scenario.parts)
 

@@ -116,7 +116,7 @@ class SharedModule:
             shard.store.restore(torch.cat([self._start[:0], *pieces]), None)
         self._note(0.0)
 
-    # --- what the job asks ------------------------------------------------------------------
+    # --- called by the simulated job --------------------------------------------------------
 
     def shards(self) -> Sequence[Shard]:
         return self._shards

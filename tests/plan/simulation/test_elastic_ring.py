@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
-from contextlib import closing
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import stratagem as sg
 from stratagem.errors import UsageError
 from stratagem.plan.simulate import SimulatedRing, simulate
 from stratagem.plan.simulation.scenario import (
@@ -86,38 +78,11 @@ def test_who_ends_the_job() -> None:
         replace(job(), servers=1)
 
 
-def test_standbys_do_the_share_again_that_a_killed_one_had_begun() -> None:
-    def run(*faults: Fault) -> list[float]:
-        how = Regrouping(0.5, standby=2.0)
-        return list(simulate(replace(job(*faults, steps=8, push=1e8), elastic=how)).updates)
-
-    one = 1 + 2 * 3 / 4 * 0.1  # computing, and 100 MB around four at 1 GB/s
-    calm = run()
-    assert calm == pytest.approx([one * step for step in range(1, 9)])
-    later = run(Kill(2, 3 * one + 0.25, back=3.0))
-    assert later == pytest.approx([*calm[:3], *(when + 0.25 for when in calm[3:])])
-    both = run(Kill(2, 3 * one + 0.25), Kill(1, 3 * one + 0.5))
-    assert both[-1] == pytest.approx(calm[-1] + 0.5), "they do it side by side"
-    # while it waits for others, or before another stands by: all come together anew
-    for faults, lost in (
-        ([Kill(2, 3 * one + 1.05)], 1.05 + 0.5),
-        ([Kill(2, 0.25)], 0.25 + 0.5),
-        ([Kill(2, 3 * one + 0.25), Kill(2, 3 * one + 0.5)], 0.5 + 0.5),
-    ):
-        assert run(*faults)[-1] == pytest.approx(calm[-1] + lost), faults
-    assert (
-        "the chief" in simulate(replace(job(Kill(0, 3.0)), elastic=Regrouping(standby=1))).failure
-    )
-
-
-@given(st.integers(0, 10**6), st.integers(0, 8), st.floats(0, 30.0), st.sampled_from([None, 1.0]))
+@given(st.integers(0, 10**6), st.integers(0, 8), st.floats(0, 30.0))
 @settings(deadline=None, max_examples=40)
-def test_every_step_is_done_once(
-    seed: int, count: int, patience: float, standby: float | None
-) -> None:
+def test_every_step_is_done_once(seed: int, count: int, patience: float) -> None:
     faults = schedule(seed, 4, 20.0, count, chief=True)
-    scenario = replace(job(*faults, push=1e7), elastic=Regrouping(0.5, standby=standby))
-    run = simulate(replace(scenario, patience=patience, seed=seed), trace=True)
+    run = simulate(replace(job(*faults, push=1e7), patience=patience, seed=seed), trace=True)
     assert list(run.updates) == sorted(set(run.updates))
     steps = [event[3][0] for event in run.trace if event[1] == "update"]
     assert steps == list(range(1, len(run.updates) + 1))
@@ -198,54 +163,4 @@ def test_the_rate_is_that_of_hosts() -> None:
         abs(predicted.seconds / took - 1) < 0.1,
         f"{steps - 10} steps took {took:.1f} s, predicted {predicted.seconds:.1f} s "
         f"(without faults {undisturbed:.1f} s)",
-    )
-
-
-def standing_by(kills: int) -> tuple[float, list[float], list[Kill]]:
-    """A real training on three replicas of this machine: seconds of a row, ends of steps, kills."""
-    row, late, ends, done = 0.0125, 0.12, list[float](), list[Kill]()  # of steps of 0.15 s
-
-    def slow(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        time.sleep(len(target) * row)
-        return torch.nn.functional.cross_entropy(output, target)
-
-    class Paces(sg.callbacks.Callback):
-        def on_batch_end(self, batch: int, logs: Any = None) -> None:
-            ends.append(time.monotonic())
-
-        def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if len(ends) > 20 and len(ends) % 7 == 0 and len(done) < kills:
-                which = len(done) % 2
-                done.append(Kill(1 + which, time.monotonic() + late))
-                pid = strategy.replica_group._pool.pids[which]
-                threading.Timer(late, os.kill, (pid, signal.SIGKILL)).start()
-
-    with closing(sg.MirroredStrategy([f"cpu:{i}" for i in range(3)], elastic=True)) as strategy:
-        with strategy.scope(check=False):
-            model = sg.Model(torch.nn.Linear(8, 4))
-            model.compile("sgd", slow)
-        x, y = torch.randn(288, 8), torch.randint(0, 4, (288,))
-        model.fit(x, y, batch_size=36, epochs=14, verbose=0, callbacks=[Paces()])
-    return row, ends, done
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_the_rate_is_that_of_a_machine_with_standbys() -> None:
-    row, ends, kills = standing_by(12)
-    steps, start = len(ends), ends[9]  # the first few are slow
-    calm = (ends[19] - start) / 10
-    work = Work(Constant(12 * row), update=max(0.0, calm - 12 * row))
-    # they began to stand by before the first of these steps
-    faults = tuple(replace(kill, at=kill.at - start) for kill in kills)
-    how = Regrouping(0.15, standby=0.7)
-    scenario = Scenario(3, steps - 10, work, Topology(1e9), servers=0, faults=faults, elastic=how)
-    predicted, took = simulate(scenario), ends[-1] - start
-    assert not predicted.failure and steps == 112 and len(kills) == 12
-    undisturbed = simulate(replace(scenario, faults=(), elastic=None)).seconds
-    assert took > 1.05 * undisturbed, "the kills cost something"
-    unless_late(
-        abs(predicted.seconds / took - 1) < 0.1,
-        f"{steps - 10} steps took {took:.2f} s, predicted {predicted.seconds:.2f} s "
-        f"(without kills {undisturbed:.2f} s)",
     )
