@@ -62,8 +62,6 @@ class Run:
     #: what the step returned under that name
     loss: Any = None
     epsilon: float = 0.0
-    #: whether layers have added losses of their own
-    added: bool = False
 
     def all_gradients(self) -> list[Tensor]:
         return [gradient for each in self.gradients for gradient in each]
@@ -85,28 +83,6 @@ class Bench:
     @cached_property
     def _optimizers(self) -> list[Any]:
         return optimizers(self.model)
-
-    def forward(self, batches: list[Any]) -> list[Run]:
-        """What the model returns for each of them: its own step, as far as the loss."""
-        model, own, runs = self.model, self._own(), []
-        predicts = self.step == "predict_step"
-        for batch in batches:
-            run, methods = Run(), [*self._norms, (model, "compute_loss", _stop)]
-            if not predicts:
-                methods += _noting_outputs(model, run)
-            with _as_before(model, self._modules), torch.no_grad():
-                model.train(self.trains)
-                with dry_run() as journal, replaced(methods):
-                    try:
-                        returned = own(batch)
-                    except _ForwardDone:
-                        returned = None
-                    if predicts:
-                        run.outputs = [*map(copied, keras.tree.flatten(returned))]
-                    run.added = len(model.losses) > _regularised(model)
-            run.epsilon = journal.epsilon
-            runs.append(run)
-        return runs
 
     def _own(self) -> Callable[..., Any]:
         own: Callable[..., Any] = getattr(type(self.model), self.step).__get__(self.model)
@@ -208,19 +184,6 @@ def _noting_outputs(model: Any, run: Run) -> list[Replacement]:
 
     plain = type(model).call.__get__(model)
     return [(model, "call", wraps(plain)(call))]
-
-
-class _ForwardDone(Exception):
-    """Ends a step before its loss."""
-
-
-def _stop(*args: Any, **kwargs: Any) -> None:
-    raise _ForwardDone
-
-
-def _regularised(model: Any) -> int:
-    """How many losses are those of weights, which no row changes."""
-    return sum(v.regularizer is not None for v in model.trainable_variables)
 
 
 def _giving(metric: Any, run: Run) -> Callable[..., Any]:

@@ -32,7 +32,6 @@ from stratagem.frontends.row_trials import (
     compare_outputs,
     kinds_of,
     look_at,
-    same_rows,
 )
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
@@ -53,34 +52,16 @@ def check_step(
     few = rows(data, 0, sum(sizes))
     few = few if replica.device.type == "cpu" else to_device(few, replica.device)
     batches = [few, rows(few, 0, sizes[0]), rows(few, sizes[0], sum(sizes))]
-    forward = needs_forward(model, step)
-    if forward and apart:
+    if apart and not judged_by_own(model, step):
         return True
     try:
-        bench = Bench(model, step)
-        if not (forward and _same_rows(bench, replica, batches, sizes)):
-            _Check(bench, replica, batches, sizes, apart).run()
+        _Check(Bench(model, step), replica, batches, sizes, apart).run()
     except StratagemError:
         raise
     except Exception as error:
         say_untried(error)
         return False
     return True
-
-
-def _same_rows(bench: Bench, replica: Replica, batches: list[Any], sizes: list[int]) -> bool:
-    """Whether both shares come out as in the whole: every row is missing in one of them."""
-    whole, *parts = bench.forward(batches)
-    tolerance = Tolerance.of(replica.device, (whole, *parts))
-    return (
-        not whole.added
-        and all(len(part.outputs) == len(whole.outputs) > 0 for part in parts)
-        and all(
-            same_rows(a, b, start, sum(sizes), tolerance)
-            for start, part in zip((0, sizes[0]), parts, strict=True)
-            for a, b in zip(whole.outputs, part.outputs, strict=True)
-        )
-    )
 
 
 @dataclass
@@ -221,67 +202,6 @@ def _is_kerass(judge: Any) -> bool:
     made = judge if callable(judge) and hasattr(judge, "__name__") else type(judge)
     inside = getattr(judge, "fn", None) or getattr(judge, "_fn", None)
     return str(getattr(made, "__module__", "")).startswith("keras.") and _is_kerass(inside)
-
-
-# --- where everything is Keras' own ---------------------------------------------------------------
-
-#: losses and metrics of Keras that give every row a value of its own
-_BY_ROW = frozenset(
-    f"{kind}_{name}"
-    for kind, names in {
-        "binary": ("crossentropy", "focal_crossentropy", "accuracy"),
-        "categorical": ("crossentropy", "focal_crossentropy", "accuracy", "hinge"),
-        "sparse_categorical": ("crossentropy", "accuracy"),
-        "mean": ("squared_error", "absolute_error", "squared_logarithmic_error"),
-        "mean_absolute": ("percentage_error",),
-        "top_k": ("categorical_accuracy",),
-        "sparse_top_k": ("categorical_accuracy",),
-        "squared": ("hinge",),
-        "kl": ("divergence",),
-        "log": ("cosh",),
-    }.items()
-    for name in names
-) | {"huber", "hinge", "poisson", "accuracy"}
-_NAMED = frozenset({"accuracy", "acc", "crossentropy", "ce"})
-#: layers that run the user's code
-_HOLDS_OTHERS = frozenset({"Lambda", "TorchModuleWrapper"})
-
-
-def needs_forward(model: Any, step: str) -> bool:
-    """Whether the forward pass says it all: the step and the layers are Keras' own, whose gradients
-    follow their outputs, and so are the losses, which give every row a value, and the metrics,
-    which add up."""
-    if step == "predict_step":
-        return True
-    compiled = getattr(model, "_compile_metrics", None)
-    given = [model.loss]
-    if compiled is not None:
-        given += [compiled._user_metrics, compiled._user_weighted_metrics]
-    return (
-        model.compiled
-        and not judged_by_own(model, step)
-        and all(map(_is_by_row, keras.tree.flatten(given)))
-        and all(each in (model._loss_tracker, compiled) for each in model.metrics)
-        and all(map(_is_kerass_layer, model._flatten_layers()))
-    )
-
-
-def _is_by_row(judge: Any) -> bool:
-    if judge is None or judge in _NAMED:
-        return True
-    if isinstance(judge, str):
-        try:
-            judge = keras.losses.get(judge)
-        except ValueError:
-            return False  # a metric's name
-    made = getattr(judge, "fn", None) or getattr(judge, "_fn", None) or judge
-    name, axis = getattr(made, "__name__", ""), getattr(judge, "axis", -1)
-    return name in _BY_ROW and axis in (-1, None)
-
-
-def _is_kerass_layer(layer: Any) -> bool:
-    kind = type(layer)
-    return kind.__module__.startswith("keras.") and kind.__name__ not in _HOLDS_OTHERS
 
 
 # --- which batches have rows tried before their step ----------------------------------------------
