@@ -1,8 +1,8 @@
-"""Whether shares of a batch add up to what one device makes of it, for a step of a Keras model.
+"""Checks that shares of a batch add up to the result of one device, for a step of a Keras model.
 
-As for torch models (frontends/row_check.py), with the model's own step, whoever wrote it: a few
-rows go through it as one batch and as two shares. What the model returned, the gradients of every
-backward pass and what the metrics have counted must agree to rounding.
+As for torch models (frontends/row_check.py): a few rows go through the model's step as one batch
+and as two shares. Outputs, the gradients of every backward pass and the counts of the metrics must
+agree to rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_step(
     model: Any, step: str, data: Any, replica: Replica, count: int, *, apart: bool = False
 ) -> bool:
     """Raise if `count` shares of this batch do not add up; `apart`: workers have whole batches, and
-    their metrics must. Leaves no trace; returns False where it cannot be tried."""
+    only their metrics must add up. Leaves no trace; returns False if the dry run fails."""
     total = count_rows(data)
     first, second = (end - start for start, end in (share(total, count, i) for i in (0, 1)))
     sizes = list(sizes_of(first, second))
@@ -66,7 +66,7 @@ def check_step(
 
 @dataclass
 class _Check:
-    """Some rows as one batch and as shares."""
+    """Compares dry runs of some rows as one batch and as shares."""
 
     bench: Bench
     replica: Replica
@@ -95,7 +95,7 @@ class _Check:
         before = run([one], alone)
         both = Trial(self.replica, second, first + second, alone)
         after = run([two], both)
-        if alone.noted:  # once more, now that it is known what the other was divided by
+        if alone.noted:  # once more, with the divisors of the second share
             before = run([one], Trial(self.replica, first, first + second, both))
         return [before, after]
 
@@ -164,7 +164,7 @@ def _refuse(
 def _compare_losses(
     losses: list[float], weights: list[float], tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """The whole's and the shares', which are to be added up with these weights."""
+    """Compare the loss of the whole with the weighted sum of the shares' losses."""
     whole, *shares = losses
     parts = [loss * weight for loss, weight in zip(shares, weights, strict=True)]
     size = max(map(abs, parts))
@@ -172,7 +172,7 @@ def _compare_losses(
 
 
 def _judge(model: Any) -> str:
-    """Whose code the loss is."""
+    """Name the user's method that computes the loss, if there is one."""
     for name in ("train_step", "compute_loss"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             return f"{LOSS} of {name}"
@@ -183,7 +183,7 @@ def _judge(model: Any) -> str:
 
 
 def judged_by_own(model: Any, step: str) -> bool:
-    """Whether code of the user's own makes a loss or a metric of the rows."""
+    """Whether the user's own code computes a loss or a metric of the rows."""
     if step == "predict_step":
         return False
     if has_own(model, step) or type(model).compute_loss is not keras.Model.compute_loss:
@@ -196,7 +196,7 @@ def judged_by_own(model: Any, step: str) -> bool:
 
 
 def _is_kerass(judge: Any) -> bool:
-    """Whether a loss or a metric is Keras' own, also inside of what Keras wraps around it."""
+    """Whether a loss or a metric is Keras' own, and so is the function that it wraps."""
     if judge is None or isinstance(judge, str):
         return True
     made = judge if callable(judge) and hasattr(judge, "__name__") else type(judge)
@@ -212,25 +212,26 @@ _NOT_TRIED = frozenset({"_modules", "history", "optimizer", "_stratagem"})
 
 
 class CheckSchedule:
-    """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
-    the 2nd, 4th, 8th, ... too, and any with a kind of value that no tried row has had: a mask may
-    come later. Elsewhere a call that finds everything as an earlier one need not try it again."""
+    """Chooses the batches that are checked: the first of each kind of step and, if the step, the
+    loss or a metric is the user's own, the 2nd, 4th, 8th, ... and any with a kind of value that no
+    checked row has had, since a mask may come later. Otherwise a call with the same model and kind
+    of data as an earlier one need not check again."""
 
     def __init__(self, model: Any, passed: PassedTrials | None = None) -> None:
         self.model, self._passed = model, passed or PassedTrials()
         self._seen: dict[str, int] = {}
-        #: the number of the batch that is tried next; none where it is missing and one was seen
+        #: by step: the number of the batch that is checked next
         self._next: dict[str, float] = {}
-        #: by step: the kinds of values that tried rows have had
+        #: by step: the kinds of values that checked rows have had
         self._tried: dict[str, set[Kind]] = {}
 
     def anew(self) -> CheckSchedule:
-        """For the next call, which knows what was passed."""
+        """Return the schedule of the next call, which knows the passed trials."""
         return CheckSchedule(self.model, self._passed)
 
     def before(self, step: str, data: Any, examples: int, check: Callable[[Any], bool]) -> None:
-        """Asked before every step: have rows of this batch tried, the first of those that it is
-        given, if it is its turn; `check` says whether they were."""
+        """Before every step: call `check`, which takes the first rows of its batch, if it is this
+        batch's turn. `check` returns False if the rows could not be tried."""
         seen = self._seen[step] = self._seen.get(step, 0) + 1
         turn = self._next.get(step, 1)
         if examples < 2 or turn == float("inf"):
@@ -256,7 +257,7 @@ Kind = tuple[int, str]
 
 
 def _kinds(data: Any) -> set[Kind]:
-    """Which are in a batch; on a GPU it would be waited for, so nothing is known there."""
+    """Return the kinds of values in a batch; none on a GPU, which would have to be waited for."""
     found = set()
     for i, leaf in enumerate(keras.tree.flatten(data)):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and leaf.device.type == "cpu":
@@ -269,7 +270,7 @@ def _kinds(data: Any) -> set[Kind]:
 
 
 def _first(data: Any, kind: Kind) -> int:
-    """The first row that has it."""
+    """Return the first row with a value of this kind."""
     leaf, (_, name) = keras.tree.flatten(data)[kind[0]], kind
     has = leaf == 0 if name == "zero" else leaf < 0 if name == "negative" else leaf != leaf
     return int(has.reshape(len(leaf), -1).any(1).int().argmax())
