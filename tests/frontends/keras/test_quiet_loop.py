@@ -1,4 +1,4 @@
-"""Captured steps without what nobody would notice: every bit stays, and whoever listens is told."""
+"""Captured steps in Keras' loop without idle work: the same bits, and no callback is left out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def adam(**more: Any) -> dict[str, Any]:
 
 
 class Seen:
-    """How often each short cut was taken."""
+    """Counts planned updates, slices, and steps made at once."""
 
     def __init__(self) -> None:
         self.updates = self.slices = 0
@@ -86,7 +86,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 def loud(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No short cut from here on; steps are captured all the same."""
+    """Turn every short cut off but captured steps."""
     monkeypatch.setattr(driver.Call, "quietly", lambda *_: nullcontext())
     monkeypatch.setattr(PlannedUpdate, "of", lambda *_: None)
     monkeypatch.setattr(step_graph, "trim", lambda graph: None)
@@ -130,7 +130,7 @@ def test_every_bit_is_that_of_keras_loop(
 
 
 class Reads(keras.callbacks.Callback):  # type: ignore[misc]
-    """Asks for single steps, also from the end of an epoch."""
+    """Calls `train_on_batch` at the end of an epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def small() -> Any:
 
 
 def test_ctrl_c_leaves_what_was_there_before(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python raises it when the program of several steps has ended."""
+    """Python raises KeyboardInterrupt when the program of several steps has ended."""
     model, run = small(), StepLoop.run
     before = everything(model)
 
@@ -390,7 +390,7 @@ def test_small_products_take_copies_where_bits_stay(
 
 
 class Writes(keras.Sequential):  # type: ignore[misc]
-    """Changes the labels of the rows to come."""
+    """A step that changes the labels of later rows."""
 
     def train_step(self, data: Any) -> Any:
         logs = super().train_step(data)
@@ -430,7 +430,7 @@ def test_a_step_of_the_users_may_write_into_the_data(nested: bool) -> None:
 
 
 class Teaches(keras.Model):  # type: ignore[misc]
-    """Has another model trained, and keeps what that tells."""
+    """A step that trains another model, and keeps its logs."""
 
     def __init__(self, other: Any) -> None:
         super().__init__()

@@ -256,7 +256,7 @@ class Perhaps(layers.Layer):
 
 @pytest.fixture
 def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Whether a call of `fit` tries rows first."""
+    """Return a function that fits and says whether rows were tried."""
     trials: list[str] = []
 
     def counted(model: Any, step: str, *args: Any, **kwargs: Any) -> bool:
@@ -458,7 +458,7 @@ def test_it_is_skipped_on_demand() -> None:
 
 
 class Counting(keras.metrics.Metric):
-    """Never forgets."""
+    """A metric without a reset."""
 
     def __init__(self, name: str = "counting", **options: Any) -> None:
         super().__init__(name=name, **options)
@@ -492,7 +492,7 @@ def test_a_metric_that_is_never_reset_with_servers() -> None:
 
 
 class Laden(Counting):
-    """Holds so much that what it counts is rounded."""
+    """A metric with a base so large that counts are rounded."""
 
     def __init__(self, name: str = "laden", **options: Any) -> None:
         super().__init__(name=name, **options)
