@@ -132,8 +132,7 @@ class KerasSide(Protocol):
         """Compute the batch; returns the step's logs or outputs for Keras."""
 
     def settle(self, *, counts: bool, state: bool) -> None:
-        """Bring weights to the chief's copy; `counts`: and metrics; `state`: and the optimizer's
-        state."""
+        """Gather weights on the chief; `counts`: metrics, too; `state`: the optimizer, too."""
 
     def reset(self) -> None:
         """Reset the metrics of all copies."""
@@ -172,7 +171,7 @@ class Driver:
         self.side = kind(self)
 
     def lay_over(self) -> None:
-        """Replace the model's methods."""
+        """Replace the model's methods, on this instance."""
         methods: dict[str, Callable[..., Any]] = {"reset_metrics": self.reset_metrics}
         methods |= {name: partial(self.call, name) for name in CALLS}
         methods |= {name: partial(self.step, name) for name in STEPS}
