@@ -145,16 +145,6 @@ def _only_moved(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolera
     return not _apart(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
 
 
-def same_rows(whole: Any, part: Any, start: int, count: int, tolerance: Tolerance) -> bool:
-    """Whether an output of `count` rows and that of some of them, from `start`, agree."""
-    if not isinstance(whole, Tensor) or not isinstance(part, Tensor) or not whole.dim():
-        return False
-    mine = whole[start : start + len(part)]
-    if len(whole) != count or mine.shape != part.shape:
-        return False
-    return not _apart(mine, [part], 0, tolerance)
-
-
 def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
     """Along which the shares make up the whole."""
     if len({each.dim() for each in (leaf, *shares)}) > 1:

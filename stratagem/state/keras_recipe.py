@@ -18,7 +18,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.optimizer_recipe import OptimizerRecipe
 
 State = dict[str, Any]
-#: these update every element by itself, so that a variable may be cut between rows
+#: optimizers that update every element by itself, so that a variable may be cut between rows
 _BY_ROWS = {
     "SGD",
     "Adam",
@@ -32,9 +32,9 @@ _BY_ROWS = {
     "Ftrl",
 }
 _WRAPPERS = {"LossScaleOptimizer", "MultiOptimizer"}
-#: lists of an optimizer that hold something else than its state by variable
+#: lists of an optimizer that are no state by variable
 _NO_SLOTS = {"_variables", "_trainable_variables"}
-#: what is a setting, and travels as such
+#: variables that are settings, and sent as such
 _NO_STATE = {"_learning_rate"}
 
 
@@ -42,7 +42,7 @@ _NO_STATE = {"_learning_rate"}
 
 
 def describe(optimizer: Any, variables: Sequence[Any]) -> OptimizerRecipe:
-    """What a server needs to build the like of `optimizer` for these variables."""
+    """Describe an optimizer of these variables, for servers to make one like it."""
     name = _public_name(optimizer)
     if any(getattr(v, "overwrite_with_gradient", False) for v in variables):
         raise NotDistributable(
@@ -83,7 +83,7 @@ def _public_name(optimizer: Any) -> str:
 
 
 def settings(optimizer: Any) -> str:
-    """Its config in JSON; a schedule of the learning rate by its public name."""
+    """Return the config in JSON; a schedule of the learning rate by its public name."""
     config = dict(optimizer.get_config())
     rate = config["learning_rate"]
     if isinstance(rate, dict):
@@ -100,7 +100,7 @@ def settings(optimizer: Any) -> str:
 
 
 def _named(thing: Any, home: Any, what: str) -> dict[str, Any] | None:
-    """An object of Keras' own by its public name and config."""
+    """Describe an object of Keras by its public name and config."""
     if thing is None:
         return None
     kind = type(thing)
@@ -113,7 +113,7 @@ def _named(thing: Any, home: Any, what: str) -> dict[str, Any] | None:
 
 
 def make(recipe: OptimizerRecipe) -> Any:
-    """The optimizer that a recipe tells of, not built yet."""
+    """Make the optimizer of a recipe, not built yet."""
     kind = _found(keras.optimizers, recipe.name, keras.optimizers.Optimizer)
     if recipe.name in _WRAPPERS:
         raise UsageError(f"{recipe.name} is no optimizer that a server can run.")
@@ -123,14 +123,15 @@ def make(recipe: OptimizerRecipe) -> Any:
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """The config again; the coordinator clips by the global norm: a server sees a share."""
+    """Read the config without clipping by the global norm, which the coordinator does: a server
+    sees a share of the gradient."""
     config: dict[str, Any] = json.loads(text)
     config.pop("global_clipnorm", None)
     return config
 
 
 def made_rate(rate: Any) -> Any:
-    """A learning rate as the optimizer takes it."""
+    """Return a learning rate as the optimizer takes it."""
     if not isinstance(rate, dict):
         return rate
     home = keras.optimizers.schedules
@@ -138,7 +139,7 @@ def made_rate(rate: Any) -> Any:
 
 
 def made(told: Mapping[str, Any] | None, home: Any, base: Any) -> Any:
-    """An object that `_named` described."""
+    """Make an object that `_named` has described."""
     return None if told is None else _found(home, told["name"], base)(**told["config"])
 
 
@@ -153,7 +154,7 @@ def _found(home: Any, name: Any, base: Any) -> Any:
 
 
 def states(optimizer: Any, variables: Sequence[Any]) -> list[State]:
-    """A copy of what the optimizer keeps, by variable; counters stand with each of them."""
+    """Return a copy of the optimizer's state by variable, each with the counters."""
     slots, scalars = _kept(optimizer)
     common: State = {name: variable.value.detach().clone() for name, variable in scalars.items()}
     common["step"] = int(scalars["_iterations"].value)
@@ -171,7 +172,7 @@ def states(optimizer: Any, variables: Sequence[Any]) -> list[State]:
 
 @torch.no_grad()
 def restore(optimizer: Any, variables: Sequence[Any], given: Sequence[Mapping[str, Any]]) -> None:
-    """Take over such copies; a variable without any keeps what it has."""
+    """Load such copies; a variable without one keeps its state."""
     slots, scalars = _kept(optimizer)
     for variable, state in zip(variables, given, strict=True):
         i = optimizer._get_variable_index(variable)
@@ -183,7 +184,7 @@ def restore(optimizer: Any, variables: Sequence[Any], given: Sequence[Mapping[st
 
 
 def _kept(optimizer: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
-    """The lists with something for each variable, and the single numbers."""
+    """Return the lists with a state for each variable, and the counters."""
     count = len(optimizer._trainable_variables)
     slots: dict[str, list[Any]] = {}
     scalars: dict[str, Any] = {}
@@ -208,7 +209,7 @@ def _kept(optimizer: Any) -> tuple[dict[str, list[Any]], dict[str, Any]]:
 
 
 def value_of(tensor: Tensor, path: str, constraint: Any) -> Any:
-    """A Keras variable that lives in the tensor's memory."""
+    """Make a Keras variable in the tensor's memory."""
     *scopes, name = path.split("/")
     if scopes:
         with keras.name_scope(scopes[0]):

@@ -1,8 +1,8 @@
-"""A Keras optimizer over one server's pieces, stepped with gradients that come by piece.
+"""A Keras optimizer over the pieces of parameters that one server has.
 
-Keras' Adam takes one pass over memory instead of nine: Keras adds epsilon to the root of the
-uncorrected second moment, torch to the corrected one, so that torch's fused kernel with
-epsilon / sqrt(1 - beta_2^t) makes the very step of Keras.
+Keras' Adam is replaced by torch's fused kernel, with one pass over memory instead of nine. Keras
+adds epsilon to the root of the uncorrected second moment, torch to that of the corrected one, so
+the kernel takes epsilon / sqrt(1 - beta_2^t) for the same step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ STEP = "_parallel_update_step"
 
 
 def fuse(optimizer: Any) -> None:
-    """Give the optimizer the fused step if there is one for it."""
+    """Replace the optimizer's step by torch's fused kernel, if it is Keras' Adam or AdamW."""
     of_keras = type(optimizer).__module__.startswith("keras.")
-    adam = isinstance(optimizer, keras.optimizers.Adam)  # AdamW too: decay comes before
+    adam = isinstance(optimizer, keras.optimizers.Adam)  # AdamW too: it decays before
     if of_keras and adam and not optimizer.amsgrad and hasattr(optimizer, STEP):
         optimizer.__dict__[STEP] = _fused_step(optimizer)
 
@@ -54,7 +54,7 @@ def _fused_step(optimizer: Any) -> Callable[..., None]:
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether the fused step takes them: all there, float32 in one piece, on one device."""
+    """Whether the fused step takes these tensors: dense contiguous float32 on one device."""
     return all(
         t is not None
         and t.dtype is torch.float32
@@ -66,7 +66,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
 
 
 def fused_step_of(optimizer: Any, lists: Any, rate: float, time: int) -> None:
-    """Weights, gradients, both moments, none, and `time` for each: Adam's step number `time`."""
+    """Make Adam's step number `time`; `lists`: weights, gradients, both moments, [], times."""
     fused_adam(
         *lists,
         lr=rate,
@@ -80,18 +80,19 @@ def fused_step_of(optimizer: Any, lists: Any, rate: float, time: int) -> None:
 
 
 def epsilon_of(optimizer: Any, time: int) -> float:
-    """What the fused step number `time` takes in the place of Keras' epsilon."""
+    """Return torch's epsilon for Keras' in the step number `time`."""
     return float(optimizer.epsilon / math.sqrt(1 - optimizer.beta_2**time))
 
 
-#: its step is no multiple of the learning rate
+#: optimizers whose step is not proportional to the learning rate
 _OWN_RATE = {"Adafactor"}
-#: settings that another step of the server sees to, or that are in a variable's name only
+#: settings that are sent otherwise, or that only name variables
 _NOT_FOLLOWED = {"learning_rate", "name"}
 
 
 class KerasStepper:
-    """As `Stepper`, over (variable, tensor) pieces that are views of `values`."""
+    """A `Stepper` with a Keras optimizer, over (variable, tensor) pieces that are views of
+    `values`."""
 
     def rows_only(self, piece: int) -> bool:
         return False
@@ -134,7 +135,7 @@ class KerasStepper:
         fuse(self.optimizer)
 
     def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
-        """Step; returns which pieces moved."""
+        """Make a step; returns the pieces that were updated."""
         given = [
             (_dense(grad, v.value), v)
             for grad, v in zip(grads, self._variables, strict=True)
@@ -150,7 +151,7 @@ class KerasStepper:
         return {i: None for i, grad in enumerate(grads) if everything or grad is not None}
 
     def _idle(self) -> None:
-        """None of this server's pieces were used: the step counts, and averages go on."""
+        """Count a step without gradients, and update moving averages of weights."""
         optimizer = self.optimizer
         if optimizer.use_ema:
             optimizer._update_model_variables_moving_average(self._variables)
@@ -195,11 +196,11 @@ class KerasStepper:
                 setattr(self.optimizer, name, value)
 
     def states(self) -> list[dict[str, Any]]:
-        """A copy of the state of every piece."""
+        """Return a copy of the state of every piece."""
         return keras_recipe.states(self.optimizer, self._variables)
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over copies."""
+        """Load the states of all pieces."""
         if len(states) != len(self._variables):
             raise UsageError(f"states of {len(states)} pieces for {len(self._variables)}.")
         keras_recipe.restore(self.optimizer, self._variables, states)

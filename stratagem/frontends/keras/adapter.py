@@ -1,12 +1,11 @@
-"""One copy of a Keras model on one device, wherever its gradients go.
+"""One copy of a Keras model on one device, of a replica or of a worker.
 
-    become, follow, take    be as the chief's copy, and stay so
+    become, follow, take    copy the chief's model, and later changes of it
     play                    the model's own step on this device's rows, with exact denominators
-    test, predict           a batch that all replicas share
-    drain, average, logs    what all copies have counted, kept in mind and returned
+    test, predict           one batch, shared by all replicas
+    drain, average, logs    gather counts of metrics, moving statistics and logs of all copies
 
-Methods that gather something are collective: every replica, or every device of a worker, calls
-them alike.
+Collective methods are called by every replica, or by every device of a worker.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from stratagem.wire.tree import gather_tree
 
 
 class KerasAdapter:
-    """Bound to one copy. `updates`: its own optimizer updates it; otherwise servers do."""
+    """Runs the steps of one copy. `updates`: its own optimizer updates it; otherwise servers do."""
 
     def __init__(self, model: Any, part: BatchPart, *, updates: bool) -> None:
         self.model, self.part, self.updates = model, part, updates
         self.replica: Replica = part.replica
         self.optimizers = optimizers(model)
         self.captured = CapturedStep(model)
-        #: for steps whose logs are the user's own
+        #: by step that the user has written: which metrics its logs are
         self.sources = {
             step: Sources(model) for step in ("train_step", "test_step") if has_own(model, step)
         }
-        # Keras' own step gives its loss to the tracker before it hands its gradients in, so that
-        # servers add that loss up; another step may give it later, or weigh it otherwise
+        # servers add up the loss of Keras' own step, which updates the tracker before it calls the
+        # optimizer; a custom step may update it later, or with other weights
         self.metrics = MetricStates(model, tracker=updates or "train_step" in self.sources)
-        #: as the chief: sees which of them were changed
+        #: on the chief: tracks changes of plain attributes
         self.attributes: Attributes | None = None
         #: what the last training or test step returned
         self.last: Any = None
@@ -66,44 +65,44 @@ class KerasAdapter:
         self._writes = TensorTracker()
 
     def own(self, name: str) -> Callable[..., Any]:
-        """The model's own method, beneath what the driver laid over it."""
+        """Return the model's own method, which the driver has replaced."""
         method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
         return method
 
     # --- like the chief's -------------------------------------------------------------------
 
     def build(self, example: Any) -> None:
-        """Make the variables that are not there yet."""
+        """Build the model and its optimizer, if they are not yet."""
         model, optimizer = self.model, self.model.optimizer
         if not model.built:
             with torch.no_grad():
                 model(keras.utils.unpack_x_y_sample_weight(self.here(example))[0])
-            model._track_variables()  # a build of the user's own may come too late
+            model._track_variables()  # a custom build() may have made variables since
         if self.updates and optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
 
     def described(self, example: Any, seed: int) -> dict[str, Any]:
-        """As the chief: what another copy needs to become like this one, but for values."""
+        """As the chief: return what another copy needs to become like this one, but for values."""
         self.attributes = Attributes(self.model)
         everything = [list(each) for each in self.attributes.everything()]
         trained = trainable(self.model)
         return {"example": example, "seed": seed, "attributes": everything, "trainable": trained}
 
     def become(self, told: dict[str, Any]) -> None:
-        """Be as the chief's copy; what is not said came with the model."""
+        """Become like the chief's copy, of which `told` has what the pickled model lacks."""
         if not self.replica.is_chief:
             self.build(told.get("example"))
             if "trainable" in told:
                 self.follow(told["attributes"], told["trainable"])
             for metric in user_metrics(self.model):
-                metric.reset_state()  # the copy came with what the chief had counted
+                metric.reset_state()  # the pickled model has the chief's counts
             self.metrics.begin()
         self.arrive()
         if told.get("values") is not None:
             self.take(list(enumerate(told["values"])))
 
     def arrive(self) -> None:
-        """Have everything live on this device, wherever it was made, and find what it has."""
+        """Move all variables to this device, and list its tensors."""
         variables = [*self.model.variables, *self.model.metrics_variables]
         if self.updates:
             variables += [v for optimizer in self.optimizers for v in optimizer.variables]
@@ -114,26 +113,26 @@ class KerasAdapter:
         self._tensors = self.tensors()
 
     def tensors(self) -> list[Tensor]:
-        """Everything that copies must have alike, the optimizers' last: where servers update, other
-        copies have none of these. Asked for twice a step, so kept once all is built."""
+        """Return all tensors that are the same on all copies, the optimizers' last: with servers
+        only the chief has these. Kept once all is built, since each step asks twice."""
         if self._tensors:
             return self._tensors
         slots = [v.value for optimizer in self.optimizers for v in optimizer.variables]
         return [*(v.value for v in self.model.weights), *_buffers(self.model), *slots]
 
-    # --- what is changed between steps ------------------------------------------------------
+    # --- changes between steps --------------------------------------------------------------
 
     def mark(self) -> None:
-        """As the chief: all copies are alike; what is written from now on was changed."""
+        """As the chief: note that all copies have the same tensors now."""
         self._writes.mark(self.tensors())
 
     def written(self) -> list[tuple[int, Tensor]]:
-        """Numbers and values of the tensors that were written to since; a new one starts at 0."""
+        """Return numbers and values of the tensors that were written to since `mark`."""
         mine = self.tensors()
         return [(i, mine[i].detach()) for i in self._writes.changes(mine)]
 
     def follow(self, changes: Sequence[Any], trainable: Sequence[bool] | None = None) -> None:
-        """Take over attributes that were changed on the chief, and what is trained from now on."""
+        """Take over attributes that were changed on the chief, and which weights are trained."""
         self.captured.stale = True
         if self.replica.is_chief:
             return
@@ -144,7 +143,7 @@ class KerasAdapter:
 
     @torch.no_grad()
     def take(self, values: Iterable[tuple[int, Tensor]]) -> None:
-        """Take over tensors that were written to on the chief."""
+        """Copy tensors that were written to on the chief."""
         if not self.replica.is_chief:
             mine = self.tensors()
             for index, value in values:
@@ -153,7 +152,7 @@ class KerasAdapter:
     # --- steps ------------------------------------------------------------------------------
 
     def play(self, step: str, data: Any) -> Any:
-        """The model's own step on this device's rows of the part; what it returned."""
+        """Run the model's own step on this device's rows of the part; returns its logs."""
         part, sources = self.part, self.sources.get(step)
         mine = self.here(part.rows(data))
         with ExitStack() as held:
@@ -163,7 +162,7 @@ class KerasAdapter:
                 held.enter_context(made_exact(part))
                 held.enter_context(whole_activity(self.model, part))
             if not part.share.examples:
-                held.enter_context(_unheard(self.model))
+                held.enter_context(_without_trace(self.model))
             if step == "train_step" and sources is None and part.share.examples:
                 self.last = self.captured(mine, (part.share.examples, part.share.total))
             else:
@@ -185,7 +184,7 @@ class KerasAdapter:
 
     @torch.no_grad()
     def predict(self, data: Any, total: int) -> list[Any]:
-        """Every replica's outputs, in order; an empty share has none. Collective."""
+        """Return the outputs of every replica, in order; an empty share has none. Collective."""
         self.mode(False)
         cuts = [share(total, self.replica.count, index) for index in range(self.replica.count)]
         start, end = cuts[self.replica.index]
@@ -199,7 +198,7 @@ class KerasAdapter:
     # --- together ---------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Hand what the metrics have counted over to the first copy, and count anew. Collective."""
+        """Add the metrics' counts of all copies up in the first, and reset the rest. Collective."""
         sources, mine = self.sources.get("train_step"), None
         if not self.replica.leads:
             mine = [self.metrics.hand_over(), {} if sources is None else sources.known]
@@ -211,27 +210,27 @@ class KerasAdapter:
 
     @torch.no_grad()
     def average(self) -> None:
-        """One defined answer for moving statistics: the mean over the copies. Collective."""
+        """Set moving statistics to their mean over the copies. Collective."""
         floats = [tensor for tensor in kept(self.model) if tensor.is_floating_point()]
         if floats:
-            everybody = gather_tree(self.replica.collective, [t.detach() for t in floats])
+            copies = gather_tree(self.replica.collective, [t.detach() for t in floats])
             for i, tensor in enumerate(floats):
-                tensor.copy_(sum(part[i].double() for part in everybody) / self.replica.count)
+                tensor.copy_(sum(copy[i].double() for copy in copies) / self.replica.count)
 
     def logs(self, names: Sequence[str]) -> dict[str, float]:
-        """Means of numbers that the last step of the user's own returned. Collective."""
+        """Return the means of logs that the last custom step returned. Collective."""
         returned = flat(self.last)
         return self.mean({name: number(returned[name]) for name in names})
 
     def mean(self, mine: dict[str, float]) -> dict[str, float]:
-        """Over the rows of the part that the devices share. Collective."""
+        """Return the means of numbers over the rows of all devices. Collective."""
         weight = self.replica.share.weight
-        everybody = gather_tree(self.replica.collective, {k: v * weight for k, v in mine.items()})
-        return {key: sum(part[key] for part in everybody) for key in mine}
+        parts = gather_tree(self.replica.collective, {k: v * weight for k, v in mine.items()})
+        return {key: sum(part[key] for part in parts) for key in mine}
 
 
 def device_name(replica: Replica) -> str:
-    """What `keras.device` calls the replica's device."""
+    """Return the name of the replica's device for `keras.device`."""
     device = replica.device
     return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
 
@@ -241,12 +240,12 @@ def trainable(model: Any) -> list[bool]:
 
 
 def kept(model: Any) -> list[Tensor]:
-    """What layers keep in mind and nobody trains: moving statistics and the like."""
+    """Return the state of layers that is not trained: moving statistics and the like."""
     return [*(v.value for v in model.non_trainable_weights), *_buffers(model)]
 
 
 def roll_dice(model: Any, seed: int, index: int) -> None:
-    """Other random numbers than the other copies', following from the chief's."""
+    """Seed this copy's random numbers: different on every copy, all from the chief's seed."""
     keras.utils.set_random_seed((seed + 7919 * index) % 2**31)
     known = {id(v) for v in (*model.weights, *model.metrics_variables)}
     for variable in model.non_trainable_variables:
@@ -256,21 +255,21 @@ def roll_dice(model: Any, seed: int, index: int) -> None:
 
 
 def own_variables(model: Any) -> list[Tensor]:
-    """What copies may have each for itself, but for metrics: moving statistics, seeds."""
+    """Return the state that may differ between copies, but for metrics: statistics, seeds."""
     metrics = {id(v) for v in model.metrics_variables}
     found = [v.value for v in model.non_trainable_variables if id(v) not in metrics]
     return [*found, *_buffers(model)]
 
 
 def replica_progress(model: Any, replica: Replica) -> dict[str, Any]:
-    """What a backup has of this replica beside weights, optimizer and metrics."""
+    """Return what a backup saves of this replica beside weights, optimizer and metrics."""
     kept = [tensor.detach().cpu().clone() for tensor in own_variables(model)]
     return {"random": generator_states(replica.device), "kept": kept}
 
 
 @torch.no_grad()
 def take_progress(model: Any, saved: dict[str, Any] | None, replica: Replica) -> None:
-    """Go on from it; where there was no such replica, it has begun by itself."""
+    """Restore what `replica_progress` has saved; None: the backup had fewer replicas."""
     if saved is not None:
         for mine, value in zip(own_variables(model), saved["kept"], strict=True):
             mine.copy_(value)
@@ -278,22 +277,22 @@ def take_progress(model: Any, saved: dict[str, Any] | None, replica: Replica) ->
 
 
 def _buffers(model: Any) -> list[Tensor]:
-    """What torch modules inside the model keep beside their parameters."""
+    """Return the buffers of torch modules inside the model."""
     layers = model._flatten_layers()
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
 
 
 @contextmanager
-def _unheard(model: Any) -> Iterator[None]:
-    """A borrowed row keeps a copy in step; it must leave no trace."""
+def _without_trace(model: Any) -> Iterator[None]:
+    """Restore metrics and statistics after a step on a borrowed row, which an empty share makes."""
 
-    def unsteady() -> list[Any]:
+    def states() -> list[Any]:
         return [*model.metrics_variables, *model.non_trainable_weights]
 
-    before = {id(v): v.value.detach().clone() for v in unsteady()}
+    before = {id(v): v.value.detach().clone() for v in states()}
     yield
     with torch.no_grad():
-        for variable in unsteady():
+        for variable in states():
             if id(variable) in before:
                 variable.value.copy_(before[id(variable)])
             else:
@@ -302,28 +301,28 @@ def _unheard(model: Any) -> Iterator[None]:
 
 # --- plain attributes, which callbacks may change -------------------------------------------------
 #
-# Functions cannot be followed elsewhere: that one was replaced can only be noticed.
+# Functions cannot be sent to other processes: a replaced one is refused.
 
 
-#: what Keras and torch set by themselves, on every replica in its own time
+#: attributes that Keras and torch set by themselves on every replica
 _THEIR_OWN = frozenset({"training", "built"})
 
 
 class Attributes(AttributeTracker):
-    """Sees which plain attributes have changed since the last look, and which functions at all."""
+    """Tracks changes of plain attributes, and whether functions were replaced."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(attribute_owners(model), _THEIR_OWN)
         self._functions = self._callables()
 
     def changed(self) -> list[Change]:
-        """What differs from the last look; a new look is taken."""
+        """Return the changes since the last call."""
         if found := self.changes():
             self.mark()
         return found
 
     def replaced(self) -> str | None:
-        """A function of a layer that is another now, by its name; None if all are the same."""
+        """Return the name of a layer's function that was replaced, if there is one."""
         now = self._callables()
         for (i, name), value in self._functions.items():
             if now.get((i, name), value) is not value:
@@ -331,7 +330,7 @@ class Attributes(AttributeTracker):
         return None
 
     def refuse_replaced(self) -> None:
-        """While the model trains."""
+        """Raise if a function was replaced while the model trains."""
         if name := self.replaced():
             raise UsageError(
                 f"{name} was replaced while the model trains, which the other replicas cannot "

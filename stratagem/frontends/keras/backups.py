@@ -1,8 +1,8 @@
-"""keras.callbacks.BackupAndRestore on replicas: it goes on with the next batch, not the epoch.
+"""keras.callbacks.BackupAndRestore on replicas: resumes with the next batch, not the next epoch.
 
-Keras' callback saves weights, optimizer, epoch and batch, and goes on with an epoch. Here it keeps
-them in a folder that is committed whole, with what the data's order goes on from, the metrics so
-far, and each replica's random numbers; batches that were seen are read once more and left out.
+Keras' callback saves weights, optimizer, epoch and batch, and resumes with an epoch. Here a backup
+is a folder that is committed whole, and also has the generators of the data's order, the metrics
+and each replica's random numbers. Batches that were seen are read once more and skipped.
 
     backup/000002-step-34/latest.weights.h5         what Keras writes
     backup/000002-step-34/training_metadata.json
@@ -35,12 +35,12 @@ from stratagem.state.checkpoint_folder import CheckpointFolder
 log = logging.getLogger("stratagem")
 
 _FILES = ("latest.weights.h5", "training_metadata.json", "replicas.pt")
-#: what the callback counts with
+#: the callback's counters
 _COUNTS = ("_current_epoch", "_last_batch_seen", "_batches_seen_since_last_saving")
 
 
 def exact_backups(driver: Any, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a fit; a BackupAndRestore among its callbacks goes on exactly where it was."""
+    """Run a fit in which a BackupAndRestore callback resumes with the next batch."""
     given = inspect.signature(fit).bind_partial(*args, **kwargs).arguments
     run, callbacks = partial(fit, *args, **kwargs), given.get("callbacks")
     each = getattr(callbacks, "callbacks", callbacks)
@@ -63,7 +63,7 @@ def exact_backups(driver: Any, fit: Callable[..., Any], *args: Any, **kwargs: An
 
 @dataclass(frozen=True)
 class BackupFiles:
-    """What one backup writes."""
+    """Writes the files of one backup."""
 
     save_weights: Callable[..., Any]
     metadata: dict[str, int]
@@ -76,7 +76,7 @@ class BackupFiles:
 
 
 class Batches:
-    """Reads batches for Keras, and knows the last one."""
+    """Iterates over batches for Keras, and keeps the last one."""
 
     def __init__(self) -> None:
         self.batches: Iterator[Any] = iter(())
@@ -90,14 +90,14 @@ class Batches:
         return self._last
 
     def digest(self) -> list[int]:
-        """Of the last batch's first part."""
+        """Digest the first part of the last batch."""
         leaves = keras.tree.flatten(self._last)
         first = leaves[0] if leaves else None
         return [] if first is None else digest(torch.as_tensor(first))
 
 
 class Backup:
-    """Stands behind one callback while a fit runs, in the chief."""
+    """Saves and loads for one callback during a fit, in the chief."""
 
     def __init__(self, driver: Any, callback: Any, data: Any) -> None:
         self._driver, self._model, self._callback = driver, driver.model, callback
@@ -106,17 +106,17 @@ class Backup:
         self._dice = dice_of(data) if isinstance(data, DataLoader) else []
         self._iterator: Any = None
         self._read = Batches()
-        #: where generators stood when the pass over the data began, and the epochs of it since
+        #: states of generators at the begin of the pass over the data, and its epochs so far
         self._begun: dict[str, Any] | None = None
         self._epochs = 0
         self._resumed: dict[str, Any] | None = None
         self._path = Path()
-        #: whether an epoch ends, and whether its last batch was to be saved
+        #: whether an epoch ends, and whether a backup of its last batch is due
         self._ends = self._owed = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Take the place of the callback's own saving and loading, and see the data's iterator."""
+        """Replace the callback's saving and loading, and catch the data's iterator."""
         own = self._callback.__dict__
         methods = {"_save_model": self.save, "_load_model": self.load}
         own |= {**methods, "on_epoch_end": self.on_epoch_end}
@@ -138,8 +138,8 @@ class Backup:
         self._ends = self._owed = False
 
     def save(self) -> None:
-        """Save everything. After an epoch's last batch that waits for the epoch's end: Keras
-        makes an epoch's logs of the last batch's."""
+        """Save a backup; after an epoch's last batch, at the epoch's end: Keras takes the epoch's
+        logs from that batch."""
         callback, driver = self._callback, self._driver
         seen = 0 if self._ends else callback._last_batch_seen + 1
         if seen and seen == callback.params.get("steps"):
@@ -162,10 +162,10 @@ class Backup:
         files = BackupFiles(driver.own("save_weights"), metadata, progress)
         self._folder.write(files, {**metadata, "step": steps})
 
-    # --- going on -----------------------------------------------------------------------------
+    # --- resuming -----------------------------------------------------------------------------
 
     def load(self) -> None:
-        """At the beginning of a fit: load the newest backup; Keras' own where there is none."""
+        """At the begin of a fit, load the newest backup; if there is none, Keras' own."""
         callback, path = self._callback, self._folder.newest()
         if path is None:
             type(callback)._load_model(callback)
@@ -190,7 +190,7 @@ class Backup:
         take_progress(self._model, told["replicas"][0], self._driver.replica)
 
     def _watch_data(self, iterator: Any = None, data_batch: Any = None) -> Any:
-        """In place of the model's `_symbolic_build`: fit gives its iterator there, first of all."""
+        """Replace the model's `_symbolic_build`, to which `fit` gives its iterator first of all."""
         result = self._driver.own("_symbolic_build")(iterator=iterator, data_batch=data_batch)
         if self._iterator is None:
             self._iterator = iterator
@@ -198,7 +198,7 @@ class Backup:
         return result
 
     def _positions(self, plain: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """The batches of an epoch; of one that is gone on with, those that were not seen."""
+        """Iterate over the batches of an epoch; of a resumed one, over those that were not seen."""
         told, self._resumed = self._resumed, None
         # with steps_per_epoch one pass over the data may be many epochs
         many = self._iterator.steps_per_epoch is not None
@@ -215,7 +215,7 @@ class Backup:
     def _replayed(
         self, plain: Callable[[], Iterator[Any]], told: dict[str, Any], epochs: int
     ) -> Iterator[Any]:
-        """Draw once more what was seen, and put everything to what was saved."""
+        """Read the batches that were seen once more, then restore the backup's state."""
         set_states(told["begun"], self._dice)
         for _ in range(epochs):
             for position in plain():
@@ -243,7 +243,7 @@ class Backup:
 
     @torch.no_grad()
     def _put_back(self, told: dict[str, Any]) -> None:
-        """In mid-epoch `on_epoch_begin` of callbacks has run again, and may have set the rate."""
+        """Restore the state after `on_epoch_begin` of callbacks, which may have set the rate."""
         if told["seen"]:
             self._model.load_weights(self._path / _FILES[0])
             variables = self._model.metrics_variables

@@ -1,7 +1,4 @@
-"""A call and its callbacks: what they may look at or change between two steps, and what it returns.
-
-Callbacks of ours bring the servers' statistics into Keras' history, and record what is recorded.
-"""
+"""What callbacks may read or change between two steps, our own callbacks, and results of calls."""
 
 from __future__ import annotations
 
@@ -26,19 +23,21 @@ from stratagem.rules.stats import (
 
 @dataclass(frozen=True)
 class CallbackNeeds:
-    """Exact numbers of single steps, and attributes that may be changed between them."""
+    """What the callbacks of a call need of single steps."""
 
+    #: exact logs of each training step and test step
     train_logs: bool = False
     test_logs: bool = False
+    #: whether attributes of the model may be changed
     attributes: bool = False
-    #: whether something may be looked at, or changed, between two steps of a training
+    #: whether something may be read or changed between two training steps
     steps: bool = False
-    #: whether it is a call of one step, which ends when the step is done
+    #: whether the call is of one step
     single: bool = False
 
     @property
     def acts(self) -> bool:
-        """Whether a callback may change something between two steps of one call."""
+        """Whether a callback may change the model between two steps of one call."""
         return self.steps and self.attributes and not self.single
 
     def joined(self, other: CallbackNeeds) -> CallbackNeeds:
@@ -62,7 +61,7 @@ class CallbackNeeds:
 
 
 def _needs(callback: Any) -> CallbackNeeds:
-    """Keras' own callbacks look at epochs, but for a few; anybody else's may do anything."""
+    """Return a callback's needs: Keras' own read epochs, but for a few; others may do anything."""
     kinds = keras.callbacks
     lambdas = isinstance(callback, kinds.LambdaCallback)
     if type(callback).__module__.startswith("keras.") and not lambdas:
@@ -81,7 +80,7 @@ def _needs(callback: Any) -> CallbackNeeds:
 
 
 def overrides(callback: Any, *names: str) -> bool:
-    """Whether a callback has one of these methods itself."""
+    """Whether a callback overrides one of these methods."""
     return any(
         name in callback.__dict__
         or getattr(type(callback), name, None) is not getattr(keras.callbacks.Callback, name)
@@ -89,7 +88,7 @@ def overrides(callback: Any, *names: str) -> bool:
     )
 
 
-#: a call of one step, after and before which anything may be looked at and changed
+#: of a call of one step, before and after which anything may be read and changed
 ONE_STEP = CallbackNeeds(True, True, True, True, single=True)
 
 
@@ -97,8 +96,8 @@ ONE_STEP = CallbackNeeds(True, True, True, True, single=True)
 
 
 class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes a line an epoch, in a trial or a run that is recorded; it looks at logs alone, so no
-    replica need wait for it."""
+    """Writes a line an epoch into the record of a trial or run. It reads logs alone, so replicas
+    need not wait for it."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         trial_record.record_epoch(epoch, logs or {})
@@ -106,7 +105,7 @@ class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes what the servers have counted into Keras' history; logs stay what metrics say."""
+    """Writes the servers' counts into Keras' history, but not into the logs."""
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         super().__init__()
@@ -115,7 +114,7 @@ class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         counted, details = self._epochs.turn(self._stats())
         found = {**counted, **details}
-        taken = set(logs or {})  # a metric of the user's has that name
+        taken = set(logs or {})  # names of the user's metrics
         enter_details(
             self.model.history.history, {k: v for k, v in found.items() if k not in taken}
         )
@@ -127,7 +126,7 @@ def with_callback(
     kwargs: dict[str, Any],
     callback: keras.callbacks.Callback,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit` with one callback more."""
+    """Add a callback to the arguments of `fit`."""
     given = inspect.signature(own).bind(*args, **kwargs)
     callbacks = given.arguments.get("callbacks")
     if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -142,7 +141,7 @@ def with_callback(
 
 
 def portable(result: Any) -> Any:
-    """A call's result for the other workers of a cluster."""
+    """Convert a call's result for the other workers of a cluster."""
     if isinstance(result, keras.callbacks.History):
         numbers = {k: v for k, v in result.history.items() if not _detailed(v)}
         floats = {k: [float(v) for v in values] for k, values in numbers.items()}
@@ -157,7 +156,7 @@ def portable(result: Any) -> Any:
 
 
 def _detailed(values: list[Any]) -> bool:
-    """Whether they are the details that servers give, and not numbers."""
+    """Whether a column of the history has the servers' details, which are dicts."""
     return bool(values) and isinstance(values[0], dict)
 
 
@@ -169,7 +168,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def from_chief(told: Any, model: Any) -> Any:
-    """The chief's result, on another worker."""
+    """Restore the chief's result on another worker."""
     if told is None:
         return None
     if "history" in told:
@@ -186,7 +185,7 @@ def from_chief(told: Any, model: Any) -> Any:
 
 
 def public_names(config: Any) -> Any:
-    """A compile config in which optimizers, those inside of others too, have public names."""
+    """Replace private names of optimizers in a compile config, inner ones too."""
     if isinstance(config, dict):
         config = {key: public_names(value) for key, value in config.items()}
         private = str(config.get("module", "")).startswith("keras.src.backend.torch.optimizers")

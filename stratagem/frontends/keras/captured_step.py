@@ -1,16 +1,16 @@
-"""A training step of Keras' own parts, traced once and run without their Python.
+"""A training step of Keras' own layers, losses and metrics, traced once and run without Python.
 
-After some steps on batches of one shape, `train_step` is traced into one graph of operators:
+After `AFTER` steps on batches of one shape, `train_step` is traced into one graph of operators:
 
     weights, states, batch  ->  gradients, new states, logs
 
-The graph takes the place of the step when it has given the same, bit for bit, as the step itself on
-the batch at hand. Gradients go the way of any other, through backward, so that whoever listens
-there (an all-reduce, servers, hooks of the user) gets them; the update is the optimizer's.
+The graph replaces the step once it has given the same, bit for bit, as the step itself on one
+batch. Its gradients go through backward, where the hooks of an all-reduce, of servers or of the
+user receive them; the optimizer makes the update.
 
-A step stays as it is where there is code that is not Keras' own, where random numbers are drawn or
-values decide what is done, in other types than float32, and while callbacks of the user act between
-steps. Whatever was traced is forgotten when `StepSettings` of the model have changed.
+A step is not captured where it runs code that is not Keras' own, draws random numbers, chooses
+operators by values or computes in another type than float32, nor while callbacks of the user act
+between steps. All graphs are dropped when the `StepSettings` of the model have changed.
 """
 
 from __future__ import annotations
@@ -41,70 +41,74 @@ from stratagem.wire.device_kinds import gpu_in_use
 
 log = logging.getLogger("stratagem")
 
-#: steps on batches of one shape before it is traced, and shapes at most
+#: how many steps on batches of one shape precede the trace; how many shapes are traced at most
 AFTER, SHAPES = 16, 8
-#: seconds of a step in which a few milliseconds of Python do not show
+#: a step of so many seconds is not captured: a few milliseconds of Python do not matter in it
 LONG_STEP = 0.05
-#: seconds of steps as Keras makes them, after which Python is asked again
+#: several steps run at once as long as Keras would take this many seconds: Ctrl-C waits for them
 AT_ONCE = 0.4
-#: where Python decides how often something is done, graphs are long
+#: layers with loops in Python, whose graphs would be long
 _LONG = (keras.layers.RNN, keras.layers.Bidirectional, keras.layers.TimeDistributed)
 
 
 class CapturedStep:
-    """The training step of one copy of a model.
+    """The training step of one copy of a model: Keras' own, or a graph of it.
 
-    `stale`: somebody may have changed the model; `between_steps`: so they may before each step,
-    and no step is captured.
+    `stale`: the model may have been changed, so its settings are compared before the next step;
+    `between_steps`: it may be changed before every step, so no step is captured.
     """
 
     def __init__(self, model: Any) -> None:
         self._model, self.stale, self.between_steps = model, True, False
-        #: whether a call is under way in which this process trains alone
+        #: whether a call runs in which this process trains alone
         self.is_open = False
         self._settings: StepSettings | None = None
-        #: how long each step took, by what it was made of
+        #: by shape and share of the batch: how long each step took, and the graph; None: no graph
         self._seen: dict[Hashable, list[float]] = {}
         self._graphs: dict[Hashable, StepGraph | None] = {}
         self._why: str | None = None
         self._update: PlannedUpdate | None = None
-        #: batches whose steps were made with that of an earlier one, the last one first
+        #: batches whose steps have run together with an earlier batch's, the next one last
         self._made: list[Any] = []
         self._unread: dict[str, Any] = {}
-        #: whether images may stay as they lie; None: to be looked at
-        self._lies: bool | None = None
+        #: whether images stay channels last; None: not known
+        self._channels_last: bool | None = None
 
     @contextmanager
     def during(self, *, between_steps: bool) -> Iterator[None]:
-        """A call of the user's, or one inside of another."""
+        """Wrap a call of the user's, which may be inside of another."""
         before = self.is_open, self.between_steps
         self.stale, self.is_open, self.between_steps = True, True, before[1] or between_steps
-        self._lies = None
+        self._channels_last = None
         try:
             yield
         finally:
             self.is_open, self.between_steps = before
 
     def __call__(self, data: Any, share: Hashable = None) -> Any:
-        """The step on these rows, which are this share of a batch; returns its logs."""
-        if self._made and self._made[-1] is data:  # other calls may come in between
+        """Make the step on these rows, which are this `share` of a batch; returns its logs.
+
+        In this order: nothing, if the step has run together with an earlier one; Keras' own step,
+        if callbacks act between steps; the graph of this shape, with the batches that follow if
+        possible; Keras' own step, which is timed; and after `AFTER` of these, the trace.
+        """
+        if self._made and self._made[-1] is data:  # another call's batches may come in between
             self._made.pop()
             logs_are_unread(self._model)
             return self._unread
         if self.between_steps:
-            self.stale = True  # to look through a model before each step takes too long
+            self.stale = True  # comparing the settings before each step takes too long
             return self._own()(data)
-        if self.stale and self._look():
+        if self.stale and self._compare_settings():
             self._seen = {}
         tensors: list[Tensor] = []
         shape = None if self._why else _shape(data, tensors)
         key = (shape, share)
         graph = self._graphs.get(key)
         if graph is not None:
-            unread = logs_are_unread(self._model)
-            if unread and self._run_several(graph, data, tensors, shape):
+            if logs_are_unread(self._model) and self._run_several(graph, data, tensors, shape):
                 return self._unread
-            return graph.run(tensors, self._update, unread)
+            return graph.run(tensors, self._update)
         own = self._own()
         if shape is None or key in self._graphs:
             return own(data)
@@ -121,10 +125,9 @@ class CapturedStep:
     def _run_several(
         self, graph: StepGraph, data: Any, tensors: list[Tensor], shape: Hashable
     ) -> bool:
-        """Make the steps of the batches behind this one, too, where nothing is done between them;
-        whether they are made."""
+        """Make this step and those of the batches that follow as one program, or return False."""
         loop, update, batches = graph.loop, self._update, [tensors]
-        if loop is None or update is None or not loop.follows(update):
+        if loop is None or update is None or not loop.is_usable(update):
             return False
         for each in (made := list(following(data))[: graph.at_once - 1]):
             batches.append([])
@@ -137,15 +140,15 @@ class CapturedStep:
         return True
 
     def _own(self) -> Callable[[Any], Any]:
-        """The model's own step."""
-        if self._lies is None:
-            self._lies = all_keras(self._model)
+        """Return Keras' own step."""
+        if self._channels_last is None:
+            self._channels_last = all_keras(self._model)
         own: Callable[[Any], Any] = type(self._model).train_step.__get__(self._model)
-        return without_copies(own) if self._lies else own
+        return without_copies(own) if self._channels_last else own
 
-    def _look(self) -> bool:
-        """Forget all graphs if the model is not what it was; whether it is not."""
-        self.stale, self._lies, settings = False, None, StepSettings(self._model)
+    def _compare_settings(self) -> bool:
+        """Drop all graphs if the model's settings have changed; returns whether they have."""
+        self.stale, self._channels_last, settings = False, None, StepSettings(self._model)
         self._why = _why_not(self._model, settings)
         optimizer = self._model.optimizer
         variables = self._model.trainable_variables
@@ -159,41 +162,42 @@ class CapturedStep:
     def _capture(
         self, key: Hashable, own: Callable[[Any], Any], data: Any, tensors: list[Tensor]
     ) -> Any:
-        """Trace the step, then make it, and keep the graph if both have given the same."""
-        self._look()  # the first step has built what is there now
+        """Trace the step, then make it, and keep the graph if both give the same bits."""
+        self._compare_settings()  # the first step may have built variables
         if self._why:
             return own(data)
         self._graphs[key] = None
         try:
-            with torch.random.fork_rng(gpu_in_use()):  # tracing may draw: the step has not yet
+            with torch.random.fork_rng(gpu_in_use()):  # a trace may draw; the step has yet to run
                 graph = StepGraph(self._model, own, data, tensors)
-                graph.foretell(tensors)
-                loop = self._looped(graph, tensors)
-        except Exception as error:  # whatever the step does that a graph cannot have
+                graph.predict(tensors)
+                loop = self._looped(graph, tensors) if self.is_open else None
+        except Exception as error:  # the step does something that cannot be traced
             log.debug("the training step is not captured: %s: %s", type(error).__name__, error)
             return own(data)
         with graph.listening() as gradients:
             logs = own(data)
-        if graph.told(gradients, logs):
+        if graph.was_right(gradients, logs):
             self._graphs[key] = graph
             graph.at_once = max(1, int(AT_ONCE / min(self._seen[key])))
-            if loop is not None and self._update and loop.told(self._update):
+            if loop is not None and self._update and loop.was_right(self._update):
                 graph.loop = loop
         else:
             log.debug("the training step is not captured: the graph gives other numbers.")
         return logs
 
     def _looped(self, graph: StepGraph, tensors: list[Tensor]) -> StepLoop | None:
-        """Several steps as one program; None where they are made one by one."""
+        """Return a program of several steps, or None if there can be none."""
         try:
             return graph.looped(tensors, self._update)
-        except Exception as error:  # whatever a loop of TorchScript cannot have
+        except Exception as error:  # TorchScript cannot compile it
             log.debug("training steps run one by one: %s: %s", type(error).__name__, error)
             return None
 
 
 def _shape(data: Any, tensors: list[Tensor]) -> Hashable:
-    """What a graph is traced for, and the tensors in it; None of what is something else."""
+    """Return what a graph depends on of a batch, and collect its tensors; None if the batch has
+    anything but strided tensors in lists, tuples and dicts."""
     if isinstance(data, Tensor):
         if data.layout != torch.strided:
             return None
@@ -210,7 +214,7 @@ def _shape(data: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _why_not(model: Any, settings: StepSettings) -> str | None:
-    """Why a step must be made as it is; None if it may be traced."""
+    """Return why a step may not be traced; None if it may."""
     layers = list(model._flatten_layers())
     if settings.foreign is not None:
         return f"{settings.foreign} is not Keras' own"
@@ -239,26 +243,25 @@ def _why_not(model: Any, settings: StepSettings) -> str | None:
 
 # --- settings: everything but tensors that decides what a step does -------------------------------
 #
-# Two steps of equal settings have the same operators, if all code in them is Keras' own; whatever
-# is not, or cannot be described, is named.
+# Two steps of equal settings have the same operators, if they run no code but Keras' own.
 
 
 _VALUES = frozenset({complex, bytes, type(...)})
 _NAMED = (type, types.ModuleType, enum.Enum, torch.dtype, torch.device, np.dtype)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, np.ufunc)
-#: bookkeeping, or what never takes part in a step
-_UNHEARD = (keras.KerasTensor, keras.Initializer, keras.Optimizer)
-#: of attributes: torch's own, bookkeeping of Keras, and what a step itself writes
-_BESIDE = MODULE_ATTRIBUTES | BOOKKEEPING
+#: kinds of objects that have no part in the operators of a step
+_IGNORED = (keras.KerasTensor, keras.Initializer, keras.Optimizer)
+#: attributes that are torch's own, bookkeeping of Keras, or written by a step itself
+_IGNORED_ATTRIBUTES = MODULE_ATTRIBUTES | BOOKKEEPING
 _LARGE = 1 << 16
 
 
 class StepSettings:
-    """What a walk through a model has found. `foreign`: the first part that is not Keras' own."""
+    """All settings of a model's parts. `foreign`: the first part that is not Keras' own."""
 
     def __init__(self, model: Any) -> None:
         self.foreign: str | None = None
-        #: every variable that a part holds, the model's own or not
+        #: every variable that a part of the model holds
         self.variables: dict[int, Any] = {}
         self._known: dict[int, int] = {}
         optimizer = model.optimizer
@@ -286,7 +289,7 @@ class StepSettings:
     __hash__ = None  # type: ignore[assignment]
 
     def _called_with(self, operation: Any) -> Any:
-        """What a layer or an operation of a functional model is given beside tensors."""
+        """Describe the arguments that an operation of a functional model gets beside tensors."""
         given = [node.arguments for node in operation._inbound_nodes]
         return tuple(self._of((each.args, each.kwargs)) for each in given)
 
@@ -297,7 +300,7 @@ class StepSettings:
         kind = type(value)
         if kind in _VALUES:
             return kind, value
-        if isinstance(value, _UNHEARD):
+        if isinstance(value, _IGNORED):
             return None
         if id(value) in self._known:
             return "again", self._known[id(value)]
@@ -327,11 +330,11 @@ class StepSettings:
         return kind, *[
             (name, type(each), each) if type(each) in plain else (name, of(each))  # 1 is not True
             for name, each in vars(value).items()
-            if name not in _BESIDE
+            if name not in _IGNORED_ATTRIBUTES
         ]
 
     def _ask(self, made: Any, value: Any) -> bool:
-        """Whether it is Keras' own; `Lambda` and the like hold code of the user's."""
+        """Whether a class or function is Keras' own; `Lambda` and the like run the user's code."""
         home = str(getattr(made, "__module__", None))
         wraps = made in (keras.layers.Lambda, keras.layers.TorchModuleWrapper)
         own = home.startswith(("keras.", "stratagem.")) and not wraps and hasattr(made, "__dict__")

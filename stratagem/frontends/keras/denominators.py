@@ -1,4 +1,4 @@
-"""Losses that divide by something else than the number of examples, made exact over replicas.
+"""Exact losses over replicas where Keras divides by something else than the number of examples.
 
 Keras averages a loss over its own batch: by the number of values, by the number of values that a
 mask leaves, or by the sum of the sample weights. A replica sees a share only. Its gradient counts
@@ -7,7 +7,7 @@ with the weight examples / total, so that
     plain mean      needs nothing: the weighted mean of the shares' means is the mean
     sum             has to be multiplied by total / examples
     masked, by      has to be multiplied by d_r / (sum of all d_r) * total / examples, where d_r
-    weights         is what this share was divided by; the replicas add the d_r up
+    weights         is this share's divisor; the replicas add the d_r up
 
 A part of a batch that goes to servers is left as Keras computes it from its rows alone, and its
 gradient g has the weight w = d_r: a server makes sum(w g) / sum(w), which is the gradient of the
@@ -34,11 +34,11 @@ from stratagem.training.sync_batchnorm import GlobalNorm, Room
 
 
 class BatchPart:
-    """The part that a worker has in hand."""
+    """The part of a batch that a worker computes."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        #: of the batch: what the part has of it, and what this device has
+        #: examples of the part and of its batch; this device's share of the batch
         self.examples = self.total = 1
         self.share = Share(1, 1, 1.0)
         #: for each loss so far: what it was divided by, None for the number of examples
@@ -60,23 +60,23 @@ class BatchPart:
         return self.whole
 
     def rows(self, data: Any) -> Any:
-        """What this device has of the part."""
+        """Return this device's rows of the part."""
         return data
 
     def divided(self, by: float | None) -> float | None:
-        """Note what a loss is divided by; returns its factor, None if there was nothing in it."""
+        """Note the divisor of a loss; returns the loss' factor, None if the divisor is 0."""
         self._divisors.append(by)
         return 1.0 if by is None or by else None
 
     def gathered(self, own: Tensor) -> list[Tensor]:
-        """What every share has of the like."""
+        """Gather a tensor of every share."""
         if not self.whole:
             _refuse_mask_in_weights()
         return self.replica.all_gather(own)
 
     def notes(self, model: Any, loss: float) -> list[float]:
-        """Numerator and denominator of a loss; the latter is what the gradient of this part weighs
-        among those of its batch."""
+        """Return numerator and denominator of a loss; the denominator is the weight of this part's
+        gradient in its batch."""
         weight = self._weight(model, self._divisors, self.examples)
         return [loss * weight, weight]
 
@@ -95,7 +95,7 @@ class BatchPart:
 
 
 class SharedPart(BatchPart):
-    """A part, or a whole batch, that several devices share; they do meet.
+    """A part of a batch, or a whole one, that several devices share by its rows.
 
     A device's gradient counts with its share of the part's examples.
     """
@@ -105,7 +105,7 @@ class SharedPart(BatchPart):
         self._start, self._end = share(examples, self.replica.count, self.replica.index)
         self.replica.share.set(self._end - self._start, examples)
         self.share.set(self._end - self._start, total)
-        #: as above, but for what this device's own share was divided by
+        #: like `_divisors`, of this device's share alone
         self._own: list[float | None] = []
 
     @property
@@ -118,7 +118,7 @@ class SharedPart(BatchPart):
         return rows(data, 0, 1)  # an empty share borrows a row, which weighs nothing
 
     def divided(self, by: float | None) -> float | None:
-        """Collective where a sum is needed."""
+        """Add the devices' divisors up. Collective if there are any."""
         mine = by if by is None or self.share.examples else 0.0
         self._own.append(mine)
         if mine is None:
@@ -133,14 +133,14 @@ class SharedPart(BatchPart):
         return mine / total * self.examples / self.share.examples
 
     def notes(self, model: Any, loss: float) -> list[float]:
-        """What this device adds to both."""
+        """Return this device's summands of numerator and denominator."""
         above, _ = super().notes(model, loss)
         below = self._weight(model, self._own, self.share.examples)
         return [above * self.replica.share.weight, below]
 
 
 def _refuse_mask_in_weights() -> None:
-    """A mask and sample weights together, of which weighted metrics see a factor of the batch."""
+    """Refuse a mask with sample weights: weighted metrics see a factor of the whole batch."""
     raise NotDistributable(
         "this batch has a mask and sample weights, which Keras multiplies with a factor of the "
         "whole batch, and a worker has a part of it; use Asynchronous(), whose workers get whole "
@@ -156,7 +156,7 @@ _playing: BatchPart | None = None
 
 @contextmanager
 def made_exact(part: BatchPart) -> Iterator[None]:
-    """Within the block every Keras loss is this part's share of the global one."""
+    """Make every Keras loss in the block this part's share of the global one."""
     global _playing
     _install()
     before, _playing = _playing, part
@@ -167,14 +167,14 @@ def made_exact(part: BatchPart) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Once a process; without a replica the methods do what they always did."""
+    """Patch Keras once a process; outside of `made_exact` the methods are Keras' own."""
     if not getattr(keras.losses.Loss.__call__, "stratagem", False):
         _install_loss()
         _install_mean()
 
 
 def _install_mean() -> None:
-    """A metric that is given one number a batch counts batches: here shares, by their weight."""
+    """Weigh a number given to `Mean` without weights by its share: Keras counts it as a batch."""
     plain = keras.metrics.Mean.update_state
 
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
@@ -247,8 +247,8 @@ def _retouch(
 def _factor(
     reduction: str | None, values: Any, mask: Any, sample_weight: Any, part: BatchPart
 ) -> float | None:
-    """What this share's loss is multiplied by; None if Keras had nothing to divide by, where the
-    global batch has. Collective where a sum is needed."""
+    """Return the factor of this share's loss; None if this share's divisor is 0 and the global
+    batch's is not. Collective if there is a divisor."""
     plain = not values.shape or reduction in (None, "none", "sum")
     factor = part.divided(None if plain else _divisor(str(reduction), values, mask, sample_weight))
     if values.shape and reduction == "sum" and part.share.examples:
@@ -258,10 +258,7 @@ def _factor(
 
 @contextmanager
 def whole_activity(model: Any, part: BatchPart) -> Iterator[None]:
-    """Older Keras adds activity regularisers up over the batch: a share stands for all of it.
-
-    Only for a step: a layer that is saved must have its own regulariser.
-    """
+    """Scale activity regularisers in a step by total / examples: older Keras sums over rows."""
     share = part.share
     regular = (
         []
@@ -284,7 +281,7 @@ def _times(function: Callable[[Any], Any], factor: float) -> Callable[[Any], Any
 
 @cache
 def _averages_activity() -> bool:
-    """Whether this Keras divides by the number of rows."""
+    """Whether this Keras divides activity regularisers by the number of rows."""
     losses = []
     for count in (1, 2):
         layer = keras.layers.Activation("linear", activity_regularizer="l2")
@@ -294,7 +291,7 @@ def _averages_activity() -> bool:
 
 
 def _divisor(reduction: str, values: Any, mask: Tensor | None, sample_weight: Any) -> float | None:
-    """What Keras divides by; None if that is the number of values, which follows the examples."""
+    """Return Keras' divisor; None if it is the number of values, proportional to the examples."""
     if reduction != "mean_with_sample_weight" or sample_weight is None:
         return None if mask is None else float(mask.sum())
     weight = torch.as_tensor(sample_weight).to(values.device, torch.float64)
@@ -305,7 +302,7 @@ def _divisor(reduction: str, values: Any, mask: Tensor | None, sample_weight: An
 
 
 def _same_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A last axis of length one is added or taken away, as Keras does it."""
+    """Add or remove a last axis of length one, as Keras does."""
     if a.dim() == b.dim() + 1:
         return (
             (a, b.unsqueeze(-1))
@@ -322,9 +319,9 @@ def _same_rank(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def synchronise(model: Any, replica: Replica, active: Callable[[], bool]) -> Callable[[], None]:
-    """Synchronise every BatchNormalization layer; returns what takes it back. Collective.
+    """Synchronise every BatchNormalization layer; returns a function that undoes it. Collective.
 
-    Layers meet only while `active`: outside a step they are called on one replica alone.
+    Only while `active`: outside of a step the chief alone calls layers.
     """
     layers = [
         layer

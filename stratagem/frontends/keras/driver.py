@@ -1,13 +1,14 @@
-"""Stands before a model's methods: Keras' own loop calls these, and they call the model's.
+"""Replaces methods of a model on the chief, so that Keras' own loop runs distributed steps.
 
-    fit, evaluate, predict ...   the model's own methods, called while the others take part
-    train_step, test_step ...    follow what was changed, try some rows, have the batch played
-    metrics, weights, files      brought here before somebody reads them
+    fit, evaluate, predict ...   call the model's own method, in which other processes take part
+    train_step, test_step ...    send changes, check some rows, have the batch computed
+    metrics, weights, files      gather counts, weights and state before they are read
 
-Data, shuffling, callbacks and the progress bar are Keras' own and happen once. Who plays a batch:
+Data, shuffling, callbacks and the progress bar are Keras' own, on the chief alone. A batch is
+computed by the driver's side:
 
-    OnReplicas    all replicas play each step together, and add up their gradients
-    OnServers     workers of parameter servers play what they are dealt
+    OnReplicas    all replicas make each step together, with an all-reduce of gradients
+    OnServers     workers of parameter servers compute the tickets that they are dealt
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _leader: Driver | None = None
 
 @dataclass
 class Call:
-    """One call of the user's, and what its callbacks need to know of single steps."""
+    """A call of one of the model's methods by the user, and the needs of its callbacks."""
 
     name: str
     own: Callable[..., Any]
@@ -77,14 +78,14 @@ class Call:
         return self.name in ("fit", "train_on_batch")
 
     def add(self, callback: Any) -> None:
-        """Have `fit` call one callback more."""
+        """Add a callback to the arguments of `fit`."""
         self.args, self.kwargs = with_callback(self.own, self.args, self.kwargs, callback)
 
     def run(self) -> Any:
         return self.own(*self.args, **self.kwargs)
 
     def quietly(self, model: Any) -> AbstractContextManager[None]:
-        """A fit without what nobody would notice, as far as callbacks let it."""
+        """Return the quiet loop of a `fit`, as far as callbacks allow it."""
         if self.name != "fit":
             return quiet_loop(None)
         alone = not self.needs.steps and model.compiled and _only_keras(model)
@@ -92,86 +93,85 @@ class Call:
 
 
 def _only_keras(model: Any) -> bool:
-    """Whether no code of the user runs in a step, which may write into the data."""
+    """Whether no code of the user, which might write into the data, runs in a step."""
     return all_keras(model) and StepSettings(model).foreign is None
 
 
 class KerasSide(Protocol):
-    """Who plays the batches of a model."""
+    """Computes the batches of a model, together with other processes."""
 
     @property
     def plays(self) -> Sequence[str]:
-        """The kinds of step that others take part in."""
+        """The kinds of step that are distributed."""
 
     @property
     def adapter(self) -> KerasAdapter:
-        """The chief's copy, while a call is under way."""
+        """The chief's copy, during a call."""
 
     @property
     def is_open(self) -> bool:
-        """Whether others have a copy that something can be told of."""
+        """Whether the other processes have a copy of the model."""
 
     def takes(self, call: Call) -> bool:
-        """Whether others take part in such a call."""
+        """Whether other processes take part in such a call."""
 
     def start(self, call: Call) -> Any:
-        """Have everybody take part; returns what the chief's call returned."""
+        """Run the call on all processes; returns the chief's result."""
 
     def inner_call(self) -> None:
-        """A validation, or a callback's call, begins in the midst of another."""
+        """A validation, or a call of a callback, begins inside of another call."""
 
     def prepare(self, data: Any) -> bool:
-        """Before a step all copies are alike; returns whether others have anything to do."""
+        """Make all copies alike before a step; returns whether the step is to be distributed."""
 
     def shares(self, step: str) -> tuple[int, bool]:
         """How many share a batch of this kind of step, or 2 and True if their whole batches must
         add up; 1: neither."""
 
     def step(self, name: str, data: Any, total: int) -> Any:
-        """Have the batch played; returns what the step returns to Keras."""
+        """Compute the batch; returns the step's logs or outputs for Keras."""
 
     def settle(self, *, counts: bool, state: bool) -> None:
-        """Bring the copy here what all have trained and, if asked for, counted; `state`: the
-        optimizer's, too."""
+        """Gather weights on the chief; `counts`: metrics, too; `state`: the optimizer, too."""
 
     def reset(self) -> None:
-        """Metrics begin anew, everywhere."""
+        """Reset the metrics of all copies."""
 
     def refuse_changes(self) -> None:
-        """Raise if a callback has changed what cannot be followed."""
+        """Raise if a callback has changed something that cannot be sent."""
 
     def send_attributes(self, changes: list[Any]) -> None:
-        """A callback has changed these."""
+        """Send attributes that a callback has changed."""
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
-        """A callback has written to these; `last`: no step follows."""
+        """Send tensors that a callback has written to; `last`: no step follows."""
 
     def recompiled(self) -> None:
         """The model was compiled again."""
 
 
 class Driver:
-    """Takes the place of one model's methods, on this instance only."""
+    """Replaces the methods of one model, on this instance only."""
 
     overlaid = (*CALLS, *STEPS, *_READS, "reset_metrics")
 
     def __init__(self, model: Any, strategy: Strategy, kind: Callable[[Driver], KerasSide]) -> None:
         self.model, self.strategy, self.number = model, strategy, number_of(model)
         self.leading = self.in_step = False
-        #: what the running call needs to know of single steps
+        #: the needs of the running call's callbacks
         self.needs = CallbackNeeds()
-        #: whether it is tried that rows do not depend on each other, and which batches
+        #: whether rows are checked for not depending on each other, and in which batches
         self.checks, self.schedule = checks_rows(), CheckSchedule(model)
-        #: where this process trains alone
+        #: the training step where this process trains alone
         self._captured, self._calls = CapturedStep(model), 0
-        #: when the last training step was over, and how long this process had waited then
+        #: the time at the end of the last training step, and how long this process had waited then
         self._left: tuple[float, float] | None = None
-        #: what replicas had when a backup was made that is gone on from, until they are told
+        #: the state of replicas in the backup that is resumed, until it is sent
         self.resumed: list[Any] | None = None
         self.side = kind(self)
 
     def lay_over(self) -> None:
-        """Take the place of the model's methods."""
+        """Replace the model's methods, on this instance."""
         methods: dict[str, Callable[..., Any]] = {"reset_metrics": self.reset_metrics}
         methods |= {name: partial(self.call, name) for name in CALLS}
         methods |= {name: partial(self.step, name) for name in STEPS}
@@ -189,14 +189,14 @@ class Driver:
             fuse(optimizer)
 
     def own(self, name: str) -> Callable[..., Any]:
-        """The model's own method."""
+        """Return the model's own method."""
         method: Callable[..., Any] = getattr(type(self.model), name).__get__(self.model)
         return method
 
     # --- calls ------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own method, while others take part."""
+        """Call the model's own method, distributed if the side takes the call."""
         if name == "fit" and dry_run.wanted():
             kwargs["verbose"] = 0
             rehearse(self.model, self.strategy, lambda: self.own("fit")(*args, **kwargs))
@@ -210,9 +210,9 @@ class Driver:
                 self.needs = before
         if name == "fit" and _leader is None and self.strategy.audience is None:
             run: Any = partial(exact_backups, self, call.own)
-            run.__signature__ = inspect.signature(call.own)  # others look at what fit was given
+            run.__signature__ = inspect.signature(call.own)  # arguments are bound to it later
             call.own = run
-        if _leader is not None:  # in a callback of another model: here alone, on whole batches
+        if _leader is not None:  # in a callback of another model's call: not distributed
             return call.run()
         path = model_path(".keras")
         trains = name == "fit" and self.strategy.audience is None and self.strategy.is_chief
@@ -234,7 +234,7 @@ class Driver:
         return CallbackNeeds.of(given.get("callbacks"))
 
     def begin(self, call: Call) -> Any:
-        """A call of the user's."""
+        """Begin an outermost call."""
         if self.model.compiled and self.model.jit_compile is True:
             raise NotDistributable(
                 "jit_compile=True compiles a step that a strategy cannot take part in; compile the "
@@ -255,7 +255,7 @@ class Driver:
 
     @contextmanager
     def leads(self, call: Call) -> Iterator[None]:
-        """In the chief, while everybody takes part in this call."""
+        """Lead a distributed call, in the chief."""
         global _leader
         self.leading, self.needs, _leader = True, call.needs, self
         try:
@@ -284,14 +284,14 @@ class Driver:
         return result
 
     def _count_loading(self, name: str) -> None:
-        """Between two training steps Keras draws the next batch, and callbacks run."""
+        """Count the time between two training steps, when Keras draws a batch, as loading."""
         left, self._left = self._left, None
         if left is not None and name == "train_step":
             METER.load += time.perf_counter() - left[0] - (METER.wait - left[1])
 
     @contextmanager
     def playing(self) -> Iterator[None]:
-        """While the chief plays a step itself, its model's methods are its own."""
+        """Let the chief make a step itself, in which the model's methods are its own."""
         self.in_step = True
         try:
             yield
@@ -299,7 +299,7 @@ class Driver:
             self.in_step = False
 
     def _check(self, step: str, data: Any, total: int) -> None:
-        """Before the first of a kind, and some later ones: whether shares of a batch add up."""
+        """Before the first step of a kind, and some later ones: check that shares add up."""
         (count, apart), adapter = self.side.shares(step), self.side.adapter
 
         def check(rows: Any) -> bool:
@@ -312,7 +312,7 @@ class Driver:
             self.schedule.before(step, data, total, check)
 
     def follow_changes(self, *, last: bool = False) -> None:
-        """Have the others follow what a callback, or the user between two calls, has changed."""
+        """Send what a callback, or the user between two calls, has changed."""
         side, adapter = self.side, self.side.adapter
         side.refuse_changes()
         if self.needs.attributes:
@@ -326,17 +326,17 @@ class Driver:
 
     @property
     def replica(self) -> Replica:
-        """The one of this process that leads."""
+        """The leading replica of this process."""
         return self.strategy.replica_group.start()
 
     def replica_states(self) -> list[Any]:
-        """For a backup: what every replica has of its own."""
+        """For a backup: return the state of every replica."""
         side: Any = self.side
         listens = self._listening()
         return side.progress() if listens else [replica_progress(self.model, self.replica)]
 
     def seed(self) -> int:
-        """Follows from the state of this process' dice without rolling them."""
+        """Derive a seed from the state of torch's generator, without drawing from it."""
         self._calls += 1
         state = torch.get_rng_state().numpy().tobytes()
         return zlib.crc32(state + self._calls.to_bytes(8, "big"))
@@ -344,7 +344,7 @@ class Driver:
     # --- reading ----------------------------------------------------------------------------
 
     def read(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Something is looked at, or saved: what others have counted or updated is brought here."""
+        """Gather counts and state before metrics or weights are read or saved."""
         self.settle(counts=name == "get_metrics_result", state=name in _FILES)
         found = self.own(name)(*args, **kwargs)
         # the optimizer's name as every backend knows it, so that any of them opens the file
@@ -383,7 +383,7 @@ def _refuse(model: Any) -> None:
 
 
 def _rows_of(data: Any) -> int:
-    """Examples in a batch, of which every part of it must have a row each."""
+    """Return the number of examples in a batch; every part of it must have a row for each."""
     parts = [t for t in keras.tree.flatten(data) if isinstance(t, torch.Tensor) and t.dim()]
     lengths = sorted({len(part) for part in parts})
     if len(lengths) != 1:

@@ -1,4 +1,4 @@
-"""The first batch of a Keras `fit`, handed over to whoever plans instead of training."""
+"""Hands the first batch of a Keras `fit` to the planner instead of training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPOCHS = 2  # the first of them warms up
 
 
 def rehearse(model: Any, strategy: Strategy, fit: Callable[[], Any]) -> NoReturn:
-    """Keras' own `fit` brings the batch as far as `train_step`; there it ends."""
+    """Run Keras' own `fit` up to the first `train_step`, and hand its batch over."""
     if type(model).train_step is not keras.Model.train_step:
         raise UsageError(
             f"{type(model).__name__} has a train_step of its own, in which forward and backward "
@@ -64,7 +64,7 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
 
 
 class _Steps:
-    """What Keras' train_step does, in two halves."""
+    """Keras' train_step in two halves."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -83,12 +83,12 @@ class _Steps:
             self.model.optimizer.apply([v.value.grad for v in variables], variables)
 
     def train(self, strategy: Strategy, batch: Any, steps: int) -> float:
-        """Examples a second of a copy, on the same global batch over and over."""
+        """Train a copy on one batch repeatedly; returns examples a second."""
         size = count_rows(batch)
         again = torch.arange(size * steps) % size
         x, y, weight = keras.tree.map_structure(lambda part: _rows(part, again), tuple(batch))
         copy = model_pickle.copied(self.model)
-        with strategy.scope():  # without metrics, which have their own price
+        with strategy.scope():  # without metrics, which cost time
             copy.compile(optimizer=copy.optimizer, loss=copy.loss)
         times: list[float] = []
         clock = keras.callbacks.LambdaCallback(

@@ -1,4 +1,4 @@
-"""Run a step of a Keras model on some rows without leaving a trace, and note what came of it."""
+"""Dry runs of a step of a Keras model, which record outputs, gradients and counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stratagem.training.replica import Replica
 
 
 class Trial(BatchPart):
-    """One of two shares; it knows what the other was divided by if that one was played before."""
+    """One of two shares of a batch; `other` is the share that was run before, with its divisors."""
 
     def __init__(
         self, replica: Replica, examples: int, total: int, other: Trial | None = None
@@ -47,23 +47,21 @@ class Trial(BatchPart):
 
 @dataclass
 class Run:
-    """What came of a step, or of several one after the other."""
+    """The record of one dry run, of a step or of several in turn."""
 
     weight: float = 1.0
     outputs: list[Any] = field(default_factory=list)
     #: by variable, of each backward pass
     gradients: list[list[Tensor]] = field(default_factory=list)
-    #: by metric, what it has counted in each variable
+    #: by metric, the count in each variable
     counts: dict[int, list[Tensor]] = field(default_factory=dict)
-    #: by metric, what was there before, which counts are rounded by
+    #: by metric, the values before, to whose size counts are rounded
     bases: dict[int, list[Tensor]] = field(default_factory=dict)
-    #: the metrics of the user's own that were given something
+    #: the user's own metrics that were updated
     given: list[Any] = field(default_factory=list)
-    #: what the step returned under that name
+    #: the log "loss" of the step
     loss: Any = None
     epsilon: float = 0.0
-    #: whether layers have added losses of their own
-    added: bool = False
 
     def all_gradients(self) -> list[Tensor]:
         return [gradient for each in self.gradients for gradient in each]
@@ -74,7 +72,7 @@ class Run:
 
 
 class Bench:
-    """Runs a step of a model without a trace; looks for its parts once."""
+    """Makes dry runs of a step of one model."""
 
     def __init__(self, model: Any, step: str) -> None:
         self.model, self.step = model, step
@@ -85,28 +83,6 @@ class Bench:
     @cached_property
     def _optimizers(self) -> list[Any]:
         return optimizers(self.model)
-
-    def forward(self, batches: list[Any]) -> list[Run]:
-        """What the model returns for each of them: its own step, as far as the loss."""
-        model, own, runs = self.model, self._own(), []
-        predicts = self.step == "predict_step"
-        for batch in batches:
-            run, methods = Run(), [*self._norms, (model, "compute_loss", _stop)]
-            if not predicts:
-                methods += _noting_outputs(model, run)
-            with _as_before(model, self._modules), torch.no_grad():
-                model.train(self.trains)
-                with dry_run() as journal, replaced(methods):
-                    try:
-                        returned = own(batch)
-                    except _ForwardDone:
-                        returned = None
-                    if predicts:
-                        run.outputs = [*map(copied, keras.tree.flatten(returned))]
-                    run.added = len(model.losses) > _regularised(model)
-            run.epsilon = journal.epsilon
-            runs.append(run)
-        return runs
 
     def _own(self) -> Callable[..., Any]:
         own: Callable[..., Any] = getattr(type(self.model), self.step).__get__(self.model)
@@ -128,7 +104,7 @@ class Bench:
             if trial is not None:
                 held.enter_context(made_exact(trial))
                 held.enter_context(whole_activity(model, trial))
-            type(model).reset_metrics(model)  # what is small beside a long epoch is rounded away
+            type(model).reset_metrics(model)  # beside a long epoch's sums small counts are rounded
             run.bases = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
             for batch in batches:
                 returned = own(batch)
@@ -153,19 +129,19 @@ def _plain(variable: Any) -> Tensor:
 
 @contextmanager
 def _as_before(model: Any, modules: list[Any]) -> Iterator[None]:
-    """Plain attributes, the mode and gradients are put back; tensors are the journal's affair.
-    Nobody else is told of gradients: they would be sent."""
+    """Put back plain attributes, the mode and gradients; the journal puts back tensors. Gradient
+    hooks are removed meanwhile: they would send the gradients."""
     plain = Attributes(model).values()
     modes = [(module, module.training) for module in modules]
     grads = [(v.value, v.value.grad) for v in model.variables]
     found = (v.value._post_accumulate_grad_hooks for v in model.variables)
-    told = [(hooks, dict(hooks)) for hooks in found if hooks]
-    for hooks, _ in told:
+    removed = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in removed:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, before in told:
+        for hooks, before in removed:
             hooks.update(before)
         for obj, values in plain:
             vars(obj).update(values)
@@ -176,14 +152,14 @@ def _as_before(model: Any, modules: list[Any]) -> Iterator[None]:
 
 
 def modules_of(model: Any) -> list[Any]:
-    """Its layers, and torch's own inside of them."""
+    """Return the model's layers, and torch modules inside of them."""
     found = (module for layer in model._flatten_layers() for module in layer.modules())
     return list({id(module): module for module in found}.values())
 
 
 @contextmanager
 def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> Iterator[None]:
-    """Note what the model returns and what backward makes; nothing is updated."""
+    """Record outputs and gradients; optimizers do nothing."""
     methods = _noting_outputs(model, run) if outputs else []
     methods += [(each, "apply", lambda *args, **kwargs: None) for each in optimizers]
     own = [each for each in user_metrics(model) if not type(each).__module__.startswith("keras.")]
@@ -208,19 +184,6 @@ def _noting_outputs(model: Any, run: Run) -> list[Replacement]:
 
     plain = type(model).call.__get__(model)
     return [(model, "call", wraps(plain)(call))]
-
-
-class _ForwardDone(Exception):
-    """Ends a step before its loss."""
-
-
-def _stop(*args: Any, **kwargs: Any) -> None:
-    raise _ForwardDone
-
-
-def _regularised(model: Any) -> int:
-    """How many losses are those of weights, which no row changes."""
-    return sum(v.regularizer is not None for v in model.trainable_variables)
 
 
 def _giving(metric: Any, run: Run) -> Callable[..., Any]:

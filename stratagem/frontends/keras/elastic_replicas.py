@@ -1,9 +1,12 @@
 """Replicas of a Keras model that may die and join, while Keras' own loop goes on in the chief.
 
-The chief has the whole batch in hand. When a replica is lost in a step, or one waits to join, the
-chief's copy is put to what it was before the step, the others begin anew with copies of it, and the
-batch is played again in new shares. What metrics count would go with a replica that dies, so the
-others hand their counts over with each step.
+The chief holds the whole batch. When a replica is lost in a step, or one waits to join,
+
+    `StepUndo` puts the chief's copy back to what it was before the step
+    `_regroup` makes a new group; the followers begin again with copies of the chief's model
+    `_surely` makes the step again, of the same batch in new shares
+
+Counts of metrics would be lost with a replica, so followers hand theirs over after each step.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from stratagem.training.replica import current_replica
 
 
 class StepUndo:
-    """What a step may write to in the chief's copy, as it was before."""
+    """Copies of all that a step may write to in the chief's model, to undo the step."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
@@ -38,7 +41,7 @@ class StepUndo:
 
     @torch.no_grad()
     def take(self, adapter: KerasAdapter, name: str) -> None:
-        """A step begins. One that tests writes to metrics only, one that predicts to nothing."""
+        """Copy before a step. A test step writes to metrics only, a predict step to nothing."""
         if name == "predict_step":
             return
         self._metrics = partial(adapter.metrics.take_back, adapter.metrics.snapshot())
@@ -51,16 +54,16 @@ class StepUndo:
 
     @property
     def trains(self) -> bool:
-        """Whether a step is under way that trains."""
+        """Whether a training step runs that can be undone."""
         return bool(self._tensors)
 
     def forget(self) -> None:
-        """The step was made."""
+        """The step is complete."""
         self._tensors, self._metrics = (), lambda: None
 
     @torch.no_grad()
     def back(self) -> None:
-        """It was not."""
+        """Undo the step."""
         for tensor, value in zip(self._tensors, self._copies, strict=False):
             tensor.copy_(value)
         self._metrics()
@@ -74,15 +77,15 @@ class ElasticReplicas(OnReplicas):
         super().__init__(driver)
         self._again = Again(self._done)
         self._undo = StepUndo()
-        #: how many steps the wire had sent before the one under way
+        #: how many steps are complete, and how many the wire had sent before this one
         self._played = self._sent_before = 0
-        #: brings followers to where they can train
+        #: opens the followers' committers in a new group
         self._reopen: Callable[[], None] = lambda: None
-        #: whether this process leads the call, and so goes on with it in the midst of a step
+        #: whether this process runs Keras' loop, and whether it makes a new group in a step of it
         self._leads = self._regroups = False
 
     def takes(self, call: Call) -> bool:
-        """Also alone: others of the cluster may join."""
+        """Take every call in a cluster, where other tasks may join a single replica."""
         return super().takes(call) or self._driver.strategy.replica_group.place is not None
 
     def start(self, call: Call) -> Any:
@@ -99,31 +102,31 @@ class ElasticReplicas(OnReplicas):
             raise (_heirless(error) if error.who == chief.name else error) from None
 
     def _sent(self, call: Call) -> tuple[None, FollowerModel]:
-        """What followers get, each time that they are called."""
+        """Return the model for followers; called again for each new group."""
         schedule = self._driver.schedule
         seat = self._seat(current_replica(), call)
         if self._regroups:
-            self._driver.schedule = schedule  # rows were tried
+            self._driver.schedule = schedule  # the rows of this call were tried already
         return None, seat
 
     def _done(self) -> int | None:
-        """The chief does not begin Keras' loop again; it comes together in the midst of it."""
+        """How far this process is; None for the chief within Keras' loop, which never restarts."""
         return None if self._leads and not self._regroups else self._played
 
     def lead(self, call: Call) -> Any:
         self._leads = True
         return super().lead(call)
 
-    # --- what is done again -------------------------------------------------------------------
+    # --- steps that are made again ------------------------------------------------------------
 
     def _surely(self, act: Callable[[], Any]) -> Any:
-        """Do what needs everybody, again when replicas have left or joined."""
+        """Do something collective; when replicas have left or joined, regroup and do it again."""
         while True:
             membership = self.adapter.replica.membership
             try:
-                membership.raise_if_trouble()  # one that is alone waits for nobody
+                membership.raise_if_trouble()  # a single replica would not notice in a collective
                 return act()
-            except Exception as error:  # Keras may have made another one of it
+            except Exception as error:  # Keras may have wrapped it
                 trouble = membership.trouble
                 if trouble is None and not isinstance(error, ReplicaError):
                     raise
@@ -131,12 +134,13 @@ class ElasticReplicas(OnReplicas):
                 self._regroup(known or trouble.error())  # type: ignore[union-attr]
 
     def _regroup(self, error: BaseException) -> None:
+        """Undo the step, and make a group of the replicas that are left or have joined."""
         apart = None if self.steps is None else self.steps.committer
         if self._undo.trains and isinstance(apart, LocalUpdates):
             apart.uncounted = False
         self._undo.back()
         if (wire := self._wire()) is not None:
-            wire.state_at(self._sent_before)  # what the step that is done again has left out
+            wire.state_at(self._sent_before)  # error feedback as before the undone step
         if self.steps is not None:
             self.steps.break_off()
         self._mark, self._regroups = None, True
@@ -161,7 +165,7 @@ class ElasticReplicas(OnReplicas):
 
         def play() -> Any:
             if name == "train_step" or broken_round() is not None:
-                reopen()  # before anything is undone: who broke off goes on there
+                reopen()  # before `take`: a round of `sync=` that broke off is completed there
             elif not self.is_open:
                 prepare(data)
             self._undo.take(self.adapter, name)
@@ -184,14 +188,14 @@ class ElasticReplicas(OnReplicas):
         return result
 
     def _sync(self) -> None:
-        """Meet, if it is time; where a meeting broke off, it is held when a committer is opened."""
+        """Average weights if it is time; a round that broke off is made when a committer opens."""
         if self.steps is not None and self.steps.committer is not None:
             self._tell("sync")
         else:
             self._reopen()
 
     def _wire(self) -> Feedback | None:
-        """What keeps parts of gradients for later steps."""
+        """Return the codec that keeps parts of gradients for later steps, if there is one."""
         committer = None if self.steps is None else self.steps.committer
         found = None if committer is None else committer.reducer
         return found if isinstance(found, Feedback) else None
@@ -235,7 +239,7 @@ class ElasticReplicas(OnReplicas):
 
 
 def _heirless(error: ReplicaLost) -> ReplicaLost:
-    """Say why nobody takes the chief's place, where another task would for an `sg.Model`."""
+    """Say why no task takes the place of a Keras model's chief, as one would for an `sg.Model`."""
     what = str(error).removesuffix(" Then start the job again.")
     return ReplicaLost(
         f"{what} Of a Keras model the chief alone runs Keras' loop, so the job ends with it; with "

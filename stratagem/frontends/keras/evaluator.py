@@ -28,7 +28,7 @@ log = logging.getLogger("stratagem")
 
 
 class EvaluatorDriver(Driver):
-    """Stands before the methods of a model on the evaluator task: nothing is trained or written."""
+    """Replaces a model's methods on the evaluator task, where nothing is trained or written."""
 
     def begin(self, call: Call) -> Any:
         if call.name == "train_on_batch":
@@ -80,7 +80,7 @@ class EvaluatorDriver(Driver):
         return history
 
     def _look_at(self, path: Path, given: Mapping[str, Any]) -> dict[str, float] | None:
-        """What a checkpoint is worth; None while it is still being written."""
+        """Evaluate a checkpoint; None while it is still being written."""
         with tempfile.TemporaryDirectory() as folder:
             copy = _copy(path, Path(folder))
             if copy is None:
@@ -93,7 +93,7 @@ class EvaluatorDriver(Driver):
         return {f"val_{name}": value for name, value in self._evaluate(given).items()}
 
     def _evaluate(self, given: Mapping[str, Any], steps: int | None = None) -> Any:
-        """As `fit` itself does it after an epoch."""
+        """Evaluate as `fit` does after an epoch."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(given["validation_data"])
         size = given.get("validation_batch_size") or given.get("batch_size")
         told = {
@@ -109,11 +109,11 @@ class EvaluatorDriver(Driver):
 
 
 def _copy(path: Path, folder: Path) -> Path | None:
-    """A file that Keras may be writing, or write again: as it was when whole; else None."""
+    """Copy a file that Keras may be writing; None if the copy is not whole."""
     before, copy = stamp(path), folder / path.name
     shutil.copyfile(path, copy)
     if stamp(path) != before:
-        return None  # and it will be found again
+        return None  # the next look finds it again
     if path.suffix == ".keras":
         return copy if zipfile.is_zipfile(copy) else None
     try:

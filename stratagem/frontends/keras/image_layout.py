@@ -1,12 +1,12 @@
-"""Images stay as they lie, channels last, while a copy of a model trains on CPUs.
+"""Keeps images channels last while a copy of a model trains on CPUs.
 
 Keras on torch copies images to channels first before each convolution and each pooling, and for a
-convolution back again. torch's operators take a view of them as well: the same numbers, and none of
-the copies, nor those that gradients of another layout need. Sums over rows and pixels (of a bias'
-gradient) go in another order, so their last bits may differ.
+convolution back again. torch's operators also take a view: the numbers are the same, and neither
+images nor gradients are copied. Sums over rows and pixels (the gradient of a bias) are made in
+another order, so their last bits may differ.
 
-A convolution keeps its input for backward. Keras' own layers never write into it; those of the user
-may, so that models with code of theirs keep the copies.
+A convolution keeps its input for backward. Keras' own layers never write into it, but the user's
+may, so models with code of the user keep the copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _here = threading.local()
 
 
 def all_keras(model: Any) -> bool:
-    """Whether only code of Keras' own sees the images: no layer, function or hook of the user."""
+    """Whether no layer, function or hook of the user sees the images."""
     layers = list(model._flatten_layers())
     graphs = [getattr(each, "_functional", each) for each in layers]
     operations = [each for graph in graphs for each in getattr(graph, "operations", ())]
@@ -50,7 +50,7 @@ def _is_keras(part: Any) -> bool:
 
 
 def without_copies(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The step, with images as they lie in whatever it calls."""
+    """Return the step, with images channels last in all that it calls."""
     _install(torch_operators())
 
     def run(data: Any) -> Any:
@@ -64,14 +64,14 @@ def without_copies(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _install(operators: Any) -> None:
-    """Once a process; outside of such steps nothing changes."""
+    """Patch Keras once a process; outside of such steps nothing changes."""
     plain = getattr(operators, TO_CHANNELS_FIRST)
     if hasattr(plain, "plain"):
         return
 
     def to_channels_first(images: Tensor) -> Tensor:
-        lies = images.dim() == len(_CHANNELS_FIRST) and images.is_contiguous()
-        if lies and images.device.type == "cpu" and getattr(_here, "training", False):
+        is_plain = images.dim() == len(_CHANNELS_FIRST) and images.is_contiguous()
+        if is_plain and images.device.type == "cpu" and getattr(_here, "training", False):
             return images.permute(_CHANNELS_FIRST)
         found: Tensor = plain(images)
         return found
@@ -103,25 +103,24 @@ def _with_fast_gradients(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- gradients of convolutions by operators that are fast on ARM ----------------------------------
 #
-# oneDNN has slow kernels there for these two gradients; the numbers are the same by others:
+# oneDNN's kernels for these two gradients are slow there. The same numbers are computed as
 #
-#     of the images   a convolution of the gradient with the kernel turned around
-#     of the kernel   one matrix product of the gradient with what the kernel covers at each place
+#     of the images   a convolution of the gradient with the flipped kernel
+#     of the kernel   one matrix product of the gradient with the window at each pixel
 #
-# Which operators are taken follows from shapes alone, so that every replica, and every run, takes
-# the same.
+# The choice depends on shapes alone, so that all replicas and runs make the same.
 
 
-#: channels from which on it pays
+#: the least number of channels that gains
 _LEAST = 16
-#: of what the kernel covers at each place, at once
+#: bytes of windows that are made at once
 _BYTES = 1 << 27
 IS_FASTER = platform.machine() in ("aarch64", "arm64")
 _ONE = (1, (1, 1), [1, 1])
 
 
 def fits(images: Tensor, kernel: Tensor, strides: Any, padding: str, dilation: Any) -> bool:
-    """Whether there is something to gain: plain float32 on a CPU, a stride of one, no groups."""
+    """Whether the fast gradients apply: float32 on a CPU, a stride of one, no groups."""
     same = padding == "same" and all(size % 2 for size in kernel.shape[:2])
     return (
         strides in _ONE
@@ -138,14 +137,14 @@ def fits(images: Tensor, kernel: Tensor, strides: Any, padding: str, dilation: A
 
 
 def convolved(images: Tensor, kernel: Tensor, padding: str) -> Tensor:
-    """Images (rows, height, width, channels) by a kernel (height, width, channels, results)."""
+    """Convolve images (rows, height, width, channels) with a kernel (height, width, in, out)."""
     sides = [size // 2 if padding == "same" else 0 for size in kernel.shape[:2]]
     found: Tensor = ImageConvolution.apply(images, kernel, sides)  # type: ignore[no-untyped-call]
     return found
 
 
 class ImageConvolution(torch.autograd.Function):
-    """Forward as Keras has it; both gradients by other operators than torch's own."""
+    """A convolution as Keras makes it, with faster operators for both gradients."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, kernel: Tensor, sides: Sequence[int]) -> Tensor:
@@ -175,7 +174,7 @@ def _forward(images: Tensor, kernel: Tensor, sides: Sequence[int]) -> Tensor:
 def _to_kernel(
     images: Tensor, gradient: Tensor, shape: Sequence[int], sides: Sequence[int]
 ) -> Tensor:
-    """The kernel's gradient, of as many images at once as memory may be taken for."""
+    """Compute the kernel's gradient, of as many images at once as `_BYTES` allows."""
     height, width, channels, _ = shape
     each = gradient[0, ..., 0].numel() * height * width * channels * images.element_size()
     some = max(1, _BYTES // max(1, each))
@@ -187,7 +186,7 @@ def _to_kernel(
 
 
 def _windows(images: Tensor, size: Sequence[int], sides: Sequence[int]) -> Tensor:
-    """A row for each place of a result: what the kernel covers there."""
+    """Return the window that the kernel covers, as a row for each pixel of the result."""
     if any(sides):
         images = functional.pad(images, (0, 0, sides[1], sides[1], sides[0], sides[0]))
     found = images.unfold(1, size[0], 1).unfold(2, size[1], 1)

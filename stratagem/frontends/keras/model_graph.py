@@ -1,7 +1,7 @@
 """A functional or Sequential Keras model as a row of layers, by its own graph of calls.
 
-Models inside of a model are gone into. A value between two calls is a list of [tensor, mask], so
-that masks, which Keras keeps as an attribute of a tensor, go from stage to stage as well.
+Models inside of a model are flattened. A value between two calls is a list of [tensor, mask], so
+that masks, which Keras keeps as an attribute of a tensor, are sent between stages, too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from stratagem.frontends.keras.denominators import BatchPart, made_exact
 from stratagem.training.layer_graph import Layer, LayerGraph
 from stratagem.training.mesh_grid import MeshGrid
 
-#: where a value of a call comes from: a node of the graph, and which of its results; None: the
-#: node is an input of the model
+#: the source of a value: a node of the graph, and the number of its result; None for an input
 Source = tuple[fx.Node, int | None]
 
 
 class _CallContext(keras.Layer):  # type: ignore[misc]
-    """Stands for the model around a layer: what is inside of a layer asks it whether it trains."""
+    """Stands for the model around a layer, whose sublayers read `training` from it."""
 
     def __init__(self) -> None:
         super().__init__(name="stage")
@@ -37,15 +36,15 @@ class _CallContext(keras.Layer):  # type: ignore[misc]
 
 
 class OperationCall(nn.Module):
-    """One call of a layer or operation, as it stands in the model."""
+    """One call of a layer or operation in the model."""
 
     def __init__(self, node: Any, feeds: Sequence[tuple[int, int | None]]) -> None:
         super().__init__()
         self.operation = node.operation
         if isinstance(self.operation, keras.Layer):
-            self.operation._track_variables()  # torch does not know those of a copy yet
+            self.operation._track_variables()  # of a copied model torch does not know them yet
         self._node, self._feeds = node, feeds
-        self._context = [_CallContext()]  # in a list: it is none of the model's layers
+        self._context = [_CallContext()]  # in a list, so that it does not become a sublayer
         self._seeds = seeds_of(self.operation)
 
     def forward(self, *values: Any) -> list[Any]:
@@ -53,14 +52,14 @@ class OperationCall(nn.Module):
         for tensor, (place, index) in zip(self._node.input_tensors, self._feeds, strict=True):
             known[id(tensor)] = values[place] if index is None else unpacked(values[place][index])
         args, kwargs = self._node.arguments.fill_in(known)
-        kwargs.pop("training", None)  # that of the model counts, also in Keras' own call
+        kwargs.pop("training", None)  # the model's `training` counts, as in Keras' own call
         self._draw()
         (context,) = self._context
         found = context(run=lambda: self.operation(*args, **kwargs), training=True)
         return [packed(each) for each in keras.tree.flatten(found)]
 
     def _draw(self) -> None:
-        """Keras layers draw by seeds of their own; they follow torch's, which a stage sets."""
+        """Seed Keras' generators from torch's, which a stage sets."""
         with torch.no_grad():
             for state in self._seeds:
                 state.value[0] = int(torch.randint(2**31 - 1, ()))
@@ -68,7 +67,7 @@ class OperationCall(nn.Module):
 
 
 def seeds_of(operation: Any) -> list[Any]:
-    """The variables in which the random generators of a layer count."""
+    """Return the seed variables of a layer's random generators."""
     if not isinstance(operation, keras.Layer):
         return []
     known = {id(v) for v in operation.weights}
@@ -88,7 +87,7 @@ def unpacked(pair: Sequence[Any]) -> Any:
 
 
 def graph_of(model: Any) -> Any:
-    """The graph of a model's calls, None if they are known only when it runs."""
+    """Return the graph of a model's calls; None if they are known only when it runs."""
     sequential = isinstance(model, keras.Sequential)
     found = getattr(model, "_functional", None) if sequential else model
     plain = type(model).call is (keras.Sequential.call if sequential else Functional.call)
@@ -96,7 +95,7 @@ def graph_of(model: Any) -> Any:
 
 
 def functional(model: Any) -> Any:
-    """The graph of a model's calls; refused for a model that has none, or more than that."""
+    """Return the graph of a model's calls; raise for a model without one or with a custom call."""
     found = graph_of(model)
     if found is None:
         raise NotDistributable(
@@ -109,7 +108,7 @@ def functional(model: Any) -> Any:
 
 
 def model_inputs(model: Any, x: Any) -> list[Tensor]:
-    """A batch as the model's graph takes it."""
+    """Convert a batch to the inputs of the model's graph."""
     found: list[Tensor] = functional(model)._standardize_inputs(x)
     if any(each is None for each in found):
         raise NotDistributable(
@@ -120,7 +119,7 @@ def model_inputs(model: Any, x: Any) -> list[Tensor]:
 
 
 def model_output(model: Any, found: Sequence[Any]) -> Any:
-    """What the model returns, of its graph's outputs."""
+    """Return the model's output, from its graph's outputs."""
     outputs = [unpacked(each) for each in found]
     tree = keras.tree.pack_sequence_as(functional(model)._outputs_struct, outputs)
     several = isinstance(tree, list | tuple) and len(tree) > 1
@@ -128,12 +127,12 @@ def model_output(model: Any, found: Sequence[Any]) -> Any:
 
 
 def layer_graph(model: Any) -> LayerGraph:
-    """The layers of a built model; its output is a list of [tensor, mask]."""
+    """Return the layers of a built model; its output is a list of [tensor, mask]."""
     return _Walk(model).finish()
 
 
 class _Walk:
-    """Goes through a model's calls, and writes them down as an fx graph."""
+    """Writes a model's calls down as an fx graph."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._graph, self._root = model, fx.Graph(), nn.Module()
@@ -151,7 +150,7 @@ class _Walk:
         return LayerGraph(self._root, self._graph, self._inputs, self._layers, output)
 
     def _calls(self, model: Any, inputs: list[Source], inside: tuple[str, ...]) -> list[Source]:
-        """Every call of one model; returns where its outputs come from."""
+        """Add every call of one model; returns the sources of its outputs."""
         known: dict[int, Source] = {
             id(each): at for each, at in zip(model.inputs, inputs, strict=True)
         }
@@ -187,7 +186,7 @@ class _Walk:
         (self._layers[-1].nodes if self._layers else self._waiting).append(node)
 
     def _name(self, wanted: str) -> str:
-        """Its own, or with a number if the layer is called once more."""
+        """Return an unused name: the layer's, with a number from its second call on."""
         name, count = wanted.replace(".", "_"), 1
         while hasattr(self._root, name):
             count += 1
@@ -195,7 +194,7 @@ class _Walk:
         return name
 
     def _picked(self, source: Source) -> Any:
-        """An output of the model, which may be one of its inputs."""
+        """Return the fx node of a source, which may be an input of the model."""
         node, index = source
         if index is None:
             return [node, None]
@@ -205,7 +204,7 @@ class _Walk:
 
 
 def _fits(inner: Any, tensors: Sequence[Any]) -> bool:
-    """Whether a model inside takes these as they are."""
+    """Whether an inner model takes these tensors unchanged."""
     return len(inner.inputs) == len(tensors) and all(
         a.dtype == b.dtype and len(a.shape) == len(b.shape)
         for a, b in zip(inner.inputs, tensors, strict=True)
@@ -216,13 +215,13 @@ def _item(results: Sequence[Any], index: int) -> Any:
     return results[index]
 
 
-# --- A batch of a Keras model in microbatches, and what comes of them on the last device ----------
+# --- microbatches: inputs of the first stage, loss and metrics of the last ------------------------
 
 
 class MicrobatchPart(BatchPart):
-    """One microbatch, whose loss counts with its share of the rows."""
+    """A microbatch, whose loss counts with its share of the rows."""
 
-    #: with which it would be the whole batch
+    #: the setting that avoids microbatches
     remedy = "microbatches=1"
 
     def divided(self, by: float | None) -> float | None:
@@ -244,13 +243,12 @@ class MicrobatchPart(BatchPart):
 
 
 class StageBatch:
-    """The rows of a batch that a pipeline takes, in pieces of nearly one size; all of them, or what
-    the row of a mesh has, which may be none."""
+    """The microbatches of a batch, or of the share of one row of a mesh, which may be empty."""
 
     def __init__(
         self, model: Any, grid: MeshGrid, data: Any, total: int, most: int | None = None
     ) -> None:
-        """`most`: of microbatches; None: the whole batch is one."""
+        """`most`: the number of microbatches; None: the whole batch is one."""
         self._model, self._data, self._part = model, data, MicrobatchPart(grid.place)
         self._mine = (0, total) if most is None else grid.share(total)
         first, last = self._mine
@@ -264,13 +262,13 @@ class StageBatch:
             self._part.remedy = "one PipelineStrategy with microbatches=1"
 
     def inputs(self) -> list[list[Tensor]]:
-        """Of every microbatch, in the order of the model's inputs."""
+        """Return the inputs of every microbatch, in the order of the model's inputs."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(self._data)
         whole = model_inputs(self._model, x)
         return [[each[start:end] for each in whole] for start, end in self._cuts]
 
     def judge(self, m: int, found: Sequence[Any]) -> Tensor:
-        """The part of the batch's loss that a microbatch makes, but for regularisers."""
+        """Return a microbatch's part of the batch's loss, without regularisers."""
         start, end = self._cuts[m]
         piece = self._data if end - start == self._total else rows(self._data, start, end)
         _, y, weight = keras.utils.unpack_x_y_sample_weight(piece)
@@ -286,7 +284,7 @@ class StageBatch:
         return float(sum(loss.double() for loss in self._losses))
 
     def count_metrics(self) -> None:
-        """As one device does, of the whole batch; rows of a mesh add their counts up."""
+        """Update metrics with the whole batch; rows of a mesh add their counts up later."""
         if not self._outputs:
             return
         first, last = self._mine
@@ -300,7 +298,7 @@ class StageBatch:
 
 
 def _joined(pairs: Sequence[Any]) -> list[Any]:
-    """One output of all microbatches, with its mask."""
+    """Concatenate one output of all microbatches, and its mask."""
     masks = [mask for _, mask in pairs]
     mask = None if any(each is None for each in masks) else torch.cat(masks)
     return [torch.cat([value for value, _ in pairs]), mask]

@@ -1,8 +1,8 @@
-"""A Keras model for our own children, as the graph of objects that it is.
+"""Pickles a Keras model for the processes that a strategy has started, as a graph of objects.
 
 Keras pickles a model by saving and loading it, which fails for classes of `__main__` and for
-subclassed models without a config. Here every object travels with its attributes, and what Keras
-keys by identity (variables of an optimizer, tracked objects) is keyed anew on arrival.
+subclassed models without a config. Here every object is sent with its attributes, and Keras' tables
+with identities as keys (variables of an optimizer, tracked objects) are made again on arrival.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stratagem.compat.keras_names import (
 from stratagem.replicas import graph_pickle
 from stratagem.training.settings import Settings
 
-#: attributes of a model that are the driver's, or are made again on demand
+#: attributes that are not sent: the driver's, and what Keras makes again on demand
 _LEFT_BEHIND = frozenset(
     {
         "train_function",
@@ -44,7 +44,7 @@ _LEFT_BEHIND = frozenset(
 
 
 def reduce_keras(obj: Any) -> Any:
-    """How a Keras object is pickled; NotImplemented for anything else."""
+    """Reduce a Keras object; returns NotImplemented for any other."""
     kind = type(obj)
     if isinstance(obj, Functional):
         return _blank_functional, (kind,), _attributes(obj), None, None, _fill
@@ -65,9 +65,9 @@ def reduce_keras(obj: Any) -> Any:
 
 
 def _is_inner(function: FunctionType) -> bool:
-    """Whether it was made by a function of Keras; each layer has some.
+    """Whether a function is a closure of Keras' own, of which each layer has some.
 
-    cloudpickle would look through all modules for what each of them may need.
+    cloudpickle would search all modules for what each of them may need.
     """
     module = function.__globals__.get("__name__") or ""
     return module.partition(".")[0] == "keras" and not graph_pickle.is_found(function)
@@ -82,7 +82,7 @@ _SLOTS = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "
 
 
 def _inner_state(function: FunctionType) -> tuple[dict[str, Any], dict[str, Any], dict[int, Any]]:
-    """Its attributes, and what its cells hold; an empty one holds nothing."""
+    """Return a closure's attributes, and the contents of its cells that are not empty."""
     cells = enumerate(function.__closure__ or ())
     held = {i: cell.cell_contents for i, cell in cells if cell != CellType()}
     return {name: getattr(function, name) for name in _SLOTS}, dict(vars(function)), held
@@ -103,7 +103,7 @@ graph_pickle.register(reduce_keras)
 
 
 def copied(model: Any) -> Any:
-    """Another one like it, that shares nothing with it, in this process."""
+    """Copy a model in this process; the copy shares nothing with it."""
     data, segments = graph_pickle.dumps(model)
     copy = graph_pickle.loads(data)
     segments.clear()
@@ -112,7 +112,7 @@ def copied(model: Any) -> Any:
 
 
 def _attributes(obj: Any) -> dict[str, Any]:
-    """Its own attributes without what a driver laid over its methods."""
+    """Return an object's attributes without the methods of a driver."""
     kept = {key: value for key, value in obj.__dict__.items() if key not in _LEFT_BEHIND}
     overlaid = kept.pop("_stratagem", None)
     for name in getattr(overlaid, "overlaid", ()):
@@ -130,8 +130,8 @@ def _blank(kind: Any) -> Any:
 
 
 def _blank_functional(kind: Any) -> Any:
-    """A class that calls `super().__init__(inputs, outputs)` becomes functional with its first
-    model, which another process has yet to see."""
+    """Make an empty functional model. Keras changes the bases of a subclass with its first model,
+    which this process may not have made yet."""
     if not issubclass(kind, Functional):
         inject_functional_model_class(kind)
     return _blank(kind)
@@ -159,7 +159,7 @@ def _fill_collection(obj: Any, state: tuple[list[Any], dict[str, Any]]) -> None:
 
 
 def settle(model: Any) -> None:
-    """Key anew by identity what was keyed by the identities of another process."""
+    """Make Keras' tables with identities as keys again, in another process."""
     for obj in _reachable(model):
         if isinstance(obj, Tracker):
             obj.stored_ids = {
@@ -171,12 +171,12 @@ def settle(model: Any) -> None:
 
 
 def optimizers(model: Any) -> list[Any]:
-    """Every optimizer that hangs on the model, one inside of another too; in a fixed order."""
+    """Return all optimizers of a model, inner ones too, in a fixed order."""
     return [obj for obj in _reachable(model) if isinstance(obj, OPTIMIZER)]
 
 
 def _reachable(root: Any) -> list[Any]:
-    """The trackers and optimizers of every Keras object that hangs on the model."""
+    """Return the trackers and optimizers of all Keras objects that a model refers to."""
     found: list[Any] = []
     seen: set[int] = set()
     waiting = [root]
@@ -200,15 +200,15 @@ def _reachable(root: Any) -> list[Any]:
 
 # --- what is sent ---------------------------------------------------------------------------------
 
-#: Keras' own settings, which layers read when they are made
+#: settings of `keras.config`, which layers read when they are made
 _SETTINGS = ("floatx", "epsilon", "image_data_format", "dtype_policy")
 _numbers = itertools.count()
-#: numbers of models that are gone here, for followers to forget
+#: numbers of deleted models, for followers to forget
 _gone: list[int] = []
 
 
 def number_of(model: Any) -> int:
-    """A number for a new model; followers forget it when the model is gone."""
+    """Number a new model; followers forget the number when the model is deleted."""
     number = next(_numbers)
     weakref.finalize(model, _gone.append, number)
     return number
@@ -220,18 +220,18 @@ def _config() -> dict[str, Any]:
 
 @dataclass
 class FollowerModel:
-    """What a follower needs to play; `model` is None when it has it from an earlier call."""
+    """A model as a follower gets it; `model` is None if an earlier call has sent it."""
 
     number: int
     model: Any
     settings: Settings
-    #: what makes its steps of the model
+    #: the class of the follower's verbs
     steps: Any = None
     config: dict[str, Any] = field(default_factory=_config)
     gone: list[int] = field(default_factory=lambda: list(_gone))
 
     def unpacked(self) -> Any:
-        """As a follower: the model, in the sender's settings of Keras."""
+        """As a follower: return the model, and take over the sender's settings of Keras."""
         for name, value in self.config.items():
             getattr(keras.config, f"set_{name}")(value)
         settle(self.model)

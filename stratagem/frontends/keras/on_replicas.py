@@ -1,6 +1,6 @@
-"""Replicas of a Keras model: all play each step together, and add up their gradients in backward.
+"""Replicas of a Keras model: all make each step together, with an all-reduce in backward.
 
-The chief says a verb, with the rows that it is about, and every replica does it.
+The chief broadcasts each verb of `ReplicaSteps` with its arguments, and every replica runs it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OnReplicas:
     """The chief's side of a model on replicas."""
 
     plays = STEPS
-    #: what every replica does
+    #: the verbs of every replica
     form: type[ReplicaSteps] = ReplicaSteps
 
     def __init__(self, driver: Driver) -> None:
@@ -43,14 +43,14 @@ class OnReplicas:
         self.steps: ReplicaSteps | None = None
         #: whether the followers are built; whether the model had all its variables when it was sent
         self.is_open = self._whole = False
-        #: whether a kind of step returns what the metrics hold, and not numbers of its own
+        #: by step: whether its logs are the metrics, and nothing else
         self._names: dict[str, bool] = {}
-        #: what the followers' copies were made of
+        #: identities of the model's parts when it was sent to the followers
         self._mark: Any = None
         self._rates: tuple[int, ...] = ()
         self._optimizer: Any = None
-        #: whether it was said that single batches are meetings
-        self._told = False
+        #: whether the user was warned that `train_on_batch` ignores `sync=`
+        self._warned = False
 
     @property
     def adapter(self) -> KerasAdapter:
@@ -60,14 +60,14 @@ class OnReplicas:
     # --- calls ------------------------------------------------------------------------------
 
     def recompiled(self) -> None:
-        """Followers must get the model anew."""
+        """Have the model sent again by the next call."""
         self._mark = None
 
     def takes(self, call: Call) -> bool:
         return self._driver.strategy.replica_group.size > 1
 
     def inner_call(self) -> None:
-        """The others listen already."""
+        """Followers wait for verbs already."""
 
     def start(self, call: Call) -> Any:
         replica_group = self._driver.strategy.replica_group
@@ -75,7 +75,7 @@ class OnReplicas:
         return replica_group.call(perform, ((call, self), seat), sent=(None, seat))[0]
 
     def _seat(self, replica: Replica, call: Call) -> FollowerModel:
-        """The model for the followers, unless they have it and it is the same."""
+        """Return the model for the followers, or only its number if they have the same model."""
         driver, model = self._driver, self._driver.model
         self._rates, self._optimizer = _schedules(model), model.optimizer
         made_of = (id(replica), id(model.optimizer), self._rates, id(model.loss))
@@ -97,11 +97,11 @@ class OnReplicas:
         return FollowerModel(driver.number, None if known else model, settings, self.form)
 
     def lead(self, call: Call) -> Any:
-        """In the chief, with all replicas listening."""
+        """As the chief, run the call while all other replicas wait for verbs."""
         sync = self._driver.strategy.settings.sync
-        if call.name == "train_on_batch" and sync is not None and not self._told:
-            self._told = True
-            _tell_of_meetings(sync)
+        if call.name == "train_on_batch" and sync is not None and not self._warned:
+            self._warned = True
+            _warn_of_single_batches(sync)
         with self._driver.leads(call):
             result = call.run()
             self._driver.settle()
@@ -112,7 +112,7 @@ class OnReplicas:
         CommandLoop(self.adapter.replica.collective).tell(END, told)
 
     def _tell(self, verb: str, *arguments: Any) -> Any:
-        """Have everybody do it, here too."""
+        """Broadcast a verb and run it here, too."""
         assert self.steps is not None
         CommandLoop(self.adapter.replica.collective).tell(verb, *arguments)
         return self.steps.verbs[verb](*arguments)
@@ -120,7 +120,7 @@ class OnReplicas:
     # --- steps ------------------------------------------------------------------------------
 
     def prepare(self, data: Any) -> bool:
-        """Before the first step everybody is built alike; what was changed here is followed."""
+        """Build all copies alike before the first step; send changes before each."""
         adapter, seed = self.adapter, self._driver.seed
         if not self.is_open:
             example = rows(data, 0, 1)
@@ -148,13 +148,13 @@ class OnReplicas:
             result = self._tell(name.removesuffix("_step"), data, total)
         adapter.mark()
         if driver.needs.attributes and adapter.attributes is not None:
-            adapter.attributes.mark()  # every replica's step changed them alike
+            adapter.attributes.mark()  # a step changes attributes alike on every replica
         if name == "predict_step":
             return keras.tree.map_structure(lambda *each: torch.cat(each), *result)
         return self._logs(name, result) if isinstance(result, dict) else result
 
     def _logs(self, name: str, logs: dict[str, Any]) -> Any:
-        """What a step returns to Keras: exact numbers only where somebody looks at them."""
+        """Return a step's logs to Keras: of all replicas only if a callback reads them."""
         metrics, needs = self._driver.own("get_metrics_result"), self._driver.needs
         if name not in self._names:
             self._names[name] = set(logs) == set(metrics())
@@ -211,8 +211,8 @@ class OnReplicas:
         self._tell("take", written)
 
 
-def _tell_of_meetings(sync: Any) -> None:
-    """Every call ends with the same weights everywhere; `fit` alone has rounds."""
+def _warn_of_single_batches(sync: Any) -> None:
+    """Every call ends with the same weights everywhere, so `sync=` has an effect in `fit` alone."""
     log.warning(
         "train_on_batch has replicas meet after every batch, whatever sync=%r says; use fit to "
         "have them meet now and then.",
@@ -221,14 +221,14 @@ def _tell_of_meetings(sync: Any) -> None:
 
 
 def _schedules(model: Any) -> tuple[int, ...]:
-    """Which objects the learning rate comes from; asked for every step."""
+    """Return the identities of the learning rates; called before every step."""
     optimizer = model.optimizer
     each = (optimizer, getattr(optimizer, "inner_optimizer", None))
     return tuple(id(getattr(one, "_learning_rate", None)) for one in each)
 
 
 def perform(mine: tuple[Call, OnReplicas] | None, seat: FollowerModel | None) -> Any:
-    """On every replica: lead, or listen to the one that leads."""
+    """On every replica: lead the call, or run the chief's verbs."""
     replica = current_replica()
     # another worker's first replica has its model already
     steps = mine[1].steps if mine is not None else _seated(seat, replica)
@@ -246,7 +246,7 @@ def perform(mine: tuple[Call, OnReplicas] | None, seat: FollowerModel | None) ->
 
 
 def _seated(seat: FollowerModel | None, replica: Replica) -> ReplicaSteps:
-    """What this follower keeps between calls, for every model that it was sent."""
+    """Return the steps of a model that this follower was sent, now or by an earlier call."""
     assert follower.state is not None and seat is not None
     known: dict[int, ReplicaSteps] = follower.state.things.setdefault("keras", {})
     for number in (*seat.gone, *([seat.number] if seat.model is not None else [])):

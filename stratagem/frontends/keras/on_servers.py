@@ -1,13 +1,13 @@
-"""Parameter servers under a Keras model: Keras' own loop deals out work and takes part in it.
+"""A Keras model with parameter servers: Keras' own loop on the chief deals batches to workers.
 
-    train_step      the batch is dealt, in parts if the rule is synchronous; then the chief works
-                    like everybody else until few enough tickets wait, and Keras goes on
-    metrics         whoever reads them waits until all that was dealt has been applied; then what
-                    every worker has counted is added up
-    everything else evaluate, predict and so on: here alone, with the newest values
+    train_step      deals the batch, in parts if the rule is synchronous; then the chief works on
+                    tickets, too, until few enough of them wait
+    metrics         reading them waits until all dealt batches are applied, and adds up the counts
+                    of all workers
+    everything else (evaluate, predict ...) runs on the chief alone, with the newest weights
 
-Nothing is updated on workers. The optimizer runs on the servers, and its state comes back when the
-model is saved and when the training ends.
+The optimizer runs on the servers; its state is read when the model is saved and when the training
+ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OnServers:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        #: begins with the first step of a call
+        #: made by the first step of a call
         self._training: ServerTraining | None = None
         self._adapter: KerasAdapter | None = None
         self._client: Client | None = None
@@ -70,7 +70,7 @@ class OnServers:
     # --- calls ------------------------------------------------------------------------------
 
     def recompiled(self) -> None:
-        """The model is sent for every call."""
+        """Nothing to do: the model is sent by every call."""
 
     def takes(self, call: Call) -> bool:
         return call.trains
@@ -96,11 +96,11 @@ class OnServers:
         return group.call(_perform, ((call, self), seat), sent=(None, seat))[0]
 
     def _stats(self) -> Stats | None:
-        """What the servers have counted in the training that is under way."""
+        """Return the servers' counts in this training."""
         return None if self._training is None else self._training.client.stats()
 
     def lead(self, call: Call, client: Client, replica: Replica) -> Any:
-        """In the chief, while the others wait for tickets."""
+        """As the chief, run the call while the other workers wait for tickets."""
         driver = self._driver
         self._client = client
         self._adapter = adapter_of(driver.model, replica)
@@ -123,7 +123,7 @@ class OnServers:
         return result
 
     def _end(self, result: Any) -> None:
-        """Have everybody end with the same."""
+        """End the training on all workers, with the chief's result."""
         apart = self._driver.strategy.replica_group.place is not None
         told = portable(result) if apart else None
         if self._training is None:
@@ -161,12 +161,12 @@ class OnServers:
     # --- reading ----------------------------------------------------------------------------
 
     def settle(self, *, counts: bool, state: bool) -> None:
-        """Everything that was dealt is applied, and the model here has what came of it.
+        """Wait until all dealt batches are applied, and read the weights.
 
-        From then on until the next step it is a callback's to change, for a while too.
+        Until the next step callbacks may change the model, also temporarily.
         """
         training = self.training
-        # in few bits values come rounded; whoever looks gets those that will be saved
+        # a lossy codec sends rounded weights; callbacks are to see those that will be saved
         rounded = training.session.plan.codec.lossy
         ema = training.optimizer.use_ema
         whole = state or rounded or self._driver.needs.attributes or ema
@@ -203,7 +203,7 @@ class OnServers:
 
 
 def _perform(mine: tuple[Call, OnServers] | None, seat: FollowerModel) -> Any:
-    """On every worker, and on every device of one: lead, or work until the leader ends it."""
+    """On every device of every worker: lead the call, or work until the chief ends it."""
     replica = current_replica()
     with keras.device(device_name(replica)):
         if not in_group(replica):

@@ -1,8 +1,8 @@
-"""CPU replicas of a Keras model that have one set of everything that is trained.
+"""CPU replicas of a Keras model that share one set of weights, gradients and optimizer slots.
 
 Weights, the optimizer's slots and the sum of the gradients lie in shared memory. A gradient is
-added to the sum as soon as backward has made it, and forgotten; then each replica steps the
-optimizer on some of the variables.
+added to the sum as soon as backward has made it, and freed; then each replica makes the optimizer
+step of some of the variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stratagem.wire.tree import gather_tree
 
 
 class OnShards(OnReplicas):
-    """The chief's side of a model whose replicas share what is trained."""
+    """The chief's side of a model whose replicas share weights."""
 
     def start(self, call: Call) -> Any:
         if call.trains:
@@ -40,7 +40,7 @@ class OnShards(OnReplicas):
 
 
 def check(model: Any, *, shared: bool) -> None:
-    """Refuse what would not be exact."""
+    """Raise for models and optimizers whose result would not be exact."""
     if not shared:
         raise NotDistributable(
             f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
@@ -62,12 +62,12 @@ def check(model: Any, *, shared: bool) -> None:
 
 
 class ShardSteps(ReplicaSteps):
-    """What one replica does when the chief says a verb."""
+    """Runs the chief's verbs on one replica."""
 
     _shared: SharedTensors | None = None
 
     def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
-        """The committer, with variables and slots in shared memory. Collective."""
+        """Open the committer, and move variables and slots to shared memory. Collective."""
         model, replica = self.adapter.model, self.adapter.replica
         check(model, shared=True)
         collective = sharing(replica.collective)
@@ -78,11 +78,11 @@ class ShardSteps(ReplicaSteps):
         return open_exchange(named, replica, replace(self.settings, committer=ShardedExchange))
 
     @contextmanager
-    def _adding(self, exchange: GradientExchange) -> Iterator[None]:
-        """While a step trains: gradients go into the one sum, and the update is made in parts."""
+    def _reducing(self, exchange: GradientExchange) -> Iterator[None]:
+        """Add the gradients of a training step into the one sum; update the variables in parts."""
         assert isinstance(exchange, ShardedExchange)
         optimizer, share = self.adapter.model.optimizer, self.adapter.replica.share
-        weight, share.weight = share.weight, 1.0  # the loss is scaled, and no gradient after that
+        weight, share.weight = share.weight, 1.0  # the loss is scaled instead of the gradients
         own = optimizer.__dict__
         own["scale_loss"] = lambda loss: loss * weight
         own["apply"] = lambda *_: self._apply(exchange)
@@ -95,10 +95,10 @@ class ShardSteps(ReplicaSteps):
             del own["scale_loss"], own["apply"]
 
     def _apply(self, exchange: ShardedExchange) -> None:
-        """Add up, and step the variables that are this replica's. Collective."""
+        """Update the variables of this replica when the sum is complete. Collective."""
         optimizer, collective = self.adapter.model.optimizer, self.adapter.replica.collective
         exchange.end_pass()
-        told = gather_tree(collective, exchange.used())  # and now everything is in
+        told = gather_tree(collective, exchange.used())  # after this the sum is complete
         used = [any(each) for each in zip(*told, strict=True)]
         if not any(used):
             raise UsageError("no variable of the model has a gradient; is its loss a constant?")

@@ -45,7 +45,7 @@ from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, sa
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
-#: settings and rows that a model was measured for
+#: what a plan of stages depends on beside the model
 _PlanKey = tuple[Pipeline, int, tuple[bool, ...]]
 _plans: weakref.WeakKeyDictionary[Any, tuple[_PlanKey, StagePlan]] = weakref.WeakKeyDictionary()
 
@@ -68,18 +68,18 @@ class OnStages(OnReplicas):
     def step(self, name: str, data: Any, total: int) -> Any:
         result = super().step(name, data, total)
         if name == "train_step" and self._driver.needs.steps:
-            self._tell("average")  # callbacks find all weights here
+            self._tell("average")  # callbacks read all weights
             self.adapter.mark()
         return result
 
     def shares(self, step: str) -> tuple[int, bool]:
-        """Rows of one microbatch may look at each other; tests and predictions share rows out."""
+        """In a whole batch rows may depend on each other; tests and predictions share rows out."""
         whole = step == "train_step" and self._driver.strategy.settings.whole_batches
         return (1 if whole else self.adapter.replica.count), False
 
 
 class StageSteps(ReplicaSteps):
-    """What one stage does when the chief says a verb."""
+    """Runs the chief's verbs on one stage."""
 
     def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
         super().__init__(model, replica, settings)
@@ -93,18 +93,18 @@ class StageSteps(ReplicaSteps):
 
     @property
     def _grid(self) -> MeshGrid:
-        """Its place; found when all have begun. Collective then."""
+        """The grid of stages and rows, made on first use. Collective then."""
         if self._mesh is None:
             self._mesh = MeshGrid(self.adapter.replica, self._pipeline.data)
         return self._mesh
 
     @property
     def _collective(self) -> Collective:
-        """Of the stages of one row."""
+        """The collective of the stages of one row."""
         return self._grid.place.collective
 
     def become(self, told: dict[str, Any]) -> None:
-        """Be as the chief's copy; other rows of a mesh draw other numbers."""
+        """Become like the chief's copy; each row of a mesh has other random numbers."""
         self.adapter.become(told)
         replica = self.adapter.replica
         if row := replica.index * self._pipeline.data // replica.count:
@@ -117,15 +117,15 @@ class StageSteps(ReplicaSteps):
         self._trainable = trained
 
     def take(self, written: list[tuple[int, Tensor]]) -> None:
-        """Values that were changed on the chief, for all."""
+        """Copy tensors that were written to on the chief."""
         self._bring_home()
         self.adapter.take(written)
 
     def average(self) -> None:
-        """Have everybody find what all have written."""
+        """Give all processes the weights and statistics of all stages."""
         self._bring_home()
         if self._pipeline.data > 1 and self._pipeline.batch_norm is not None:
-            self.adapter.average()  # of what rows have kept in mind
+            self.adapter.average()  # statistics of the rows
         self.adapter.replica.collective.barrier()
 
     def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
@@ -137,7 +137,7 @@ class StageSteps(ReplicaSteps):
             self._home.bring_home()
 
     def break_off(self) -> None:
-        """The stage stays: another may be about to map its memory."""
+        """Keep the stage open, since another process may be about to map its memory."""
         if self._home is not None:
             self._home.break_off()
 
@@ -148,12 +148,18 @@ class StageSteps(ReplicaSteps):
             self._home.close()
             self._home = None
 
-    # --- coming together --------------------------------------------------------------------
+    # --- planning ---------------------------------------------------------------------------
 
     def _begin(self, data: Any, total: int) -> Stage:
+<<<<<<< HEAD
         """Measure and split, with the first batch at hand. Collective."""
         model = self.adapter.model
         model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
+=======
+        """Measure the layers with the first batch, and split the model. Collective."""
+        model, replica = self.adapter.model, self._grid.place
+        model._symbolic_build(data_batch=data)  # builds metrics, also on stages without them
+>>>>>>> w-keras
         self._trainable = trainable(model)
         self._bring_home()
         if self._home is None:
@@ -227,7 +233,7 @@ class StageSteps(ReplicaSteps):
         return adapter.own("get_metrics_result")()
 
     def _finish(self, batch: StageBatch, total: int) -> None:
-        """Tell the loss and the norm, update, and wait until everybody has."""
+        """Gather the loss and the gradient norm, update, and wait for all updates. Collective."""
         model, optimizer = self.adapter.model, self.adapter.model.optimizer
         regular = [v.regularizer(v) for v in self._owned if v.regularizer is not None]
         penalty = float(sum(each.detach() for each in regular))
@@ -238,7 +244,7 @@ class StageSteps(ReplicaSteps):
         loss = batch.loss() if self._has_last else None
         mine = [loss, penalty, square(grads), _any(grads)]
         everybody = gather_tree(self._grid.everybody, mine)
-        row = self._grid.own(everybody)  # every row has the gradient of all
+        row = self._grid.own(everybody)  # gradients are those of all rows
         if not any(some for *_, some in row):
             raise UsageError("no variable of the model has a gradient; is its loss a constant?")
         if self._has_last:
@@ -253,7 +259,7 @@ class StageSteps(ReplicaSteps):
         self._home.updated()
 
     def _check_owned(self) -> None:
-        """Refuse a gradient that would be lost, of a variable that no layer here has."""
+        """Raise for a gradient that would be lost: no layer of this stage has the variable."""
         own = {id(v) for v in self._owned}
         for variable in self.adapter.model.trainable_variables:
             if variable.value.grad is not None and id(variable) not in own:
@@ -264,7 +270,7 @@ class StageSteps(ReplicaSteps):
                 )
 
     def _refuse_effects(self, batch: StageBatch) -> None:
-        """Layers that keep something in mind would do so once a microbatch, and some add losses."""
+        """Raise for layers that write states, once a microbatch, or that add losses."""
         model = self.adapter.model
         written = self._state.changes()
         pieces = batch.count > 1 or self._pipeline.data > 1
@@ -285,8 +291,8 @@ class StageSteps(ReplicaSteps):
 
 
 def _seeds(dice: Tensor, step: int, count: int) -> list[int]:
-    """One for each microbatch. Layers of Keras roll no dice of torch on one device, which shuffle
-    the data, so a step leaves them as they are."""
+    """Return a seed for each microbatch, without drawing from torch's generator: Keras' layers do
+    not draw from it on one device, and it shuffles the data."""
     own = torch.Generator().manual_seed(mixed(zlib.crc32(dice.numpy().tobytes()), step))
     found: list[int] = torch.randint(2**62, (count,), generator=own).tolist()
     return found
@@ -297,7 +303,7 @@ def _any(grads: list[Tensor | None]) -> bool:
 
 
 def _whole(pipeline: Pipeline) -> str:
-    """What has batches in one piece."""
+    """Name the setting that keeps batches in one piece."""
     return "microbatches=1" if pipeline.data == 1 else "one PipelineStrategy with microbatches=1"
 
 
@@ -305,7 +311,7 @@ def _whole(pipeline: Pipeline) -> str:
 
 
 def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None) -> None:
-    """Refuse what a pipeline cannot do as one device does; without its shapes, only the rest."""
+    """Raise for what a pipeline cannot do exactly; `graph` None: without checks of shapes."""
     if pipeline.columns is not None:
         raise NotDistributable(
             "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."

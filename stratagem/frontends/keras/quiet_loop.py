@@ -1,11 +1,18 @@
-"""Keras' loop over batches without what nobody would notice.
+"""Keras' loop over batches without work that has no effect, in a `fit` of a single replica.
 
-    callbacks    are not called for a batch if none of them has a method for batches
-    logs         are not computed then: Keras takes an epoch's from the metrics
-    batches      of arrays are sliced some at once, in the order in which Keras draws them, so that
-                 captured steps may be made some at once, too
+    callbacks    are not called for a batch if none of them has a method for batches; nobody reads
+                 the logs of a step then, so captured steps may run several at once
+    batches      of arrays are sliced several at once, in the order in which Keras draws them
 
-So it is in a `fit` in which this process trains alone; other loops in the process stay Keras' own.
+Four methods of Keras are patched, once a process. In an epoch they are called in this order:
+
+    CallbackList.on_epoch_begin             the next loader that is asked for is the epoch's own
+    ArrayDataAdapter.get_torch_dataloader   returns that loader as `SlicedBatches`
+    CallbackList.on_train_batch_begin       decides whether this batch is idle: its logs are unread
+    (the step asks `logs_are_unread`, then for `following` batches)
+    CallbackList.on_train_batch_end         skips the callbacks of an idle batch
+
+Outside of a `quiet_loop` each of them is Keras' own.
 """
 
 from __future__ import annotations
@@ -32,14 +39,16 @@ _BATCH_METHODS = tuple(
 
 
 class _Here(threading.local):
-    """In a thread: the model whose quiet loop runs, and whether its batches may be sliced ahead;
-    how many the next ones asked for are if they are its own, and whose step may leave its logs out;
-    the batches of the last slice."""
+    """The state of the quiet loop of one thread."""
 
+    #: the model that is trained, and whether its batches may be sliced ahead
     model: Any = None
     slices = False
+    #: from the begin of an epoch until its loader is made: the number of batches in it
     steps: int | None = None
+    #: in an idle batch, until the step has asked: the model
     unread: Any = None
+    #: the batches of the last slice
     cut: Sequence[Any] = ()
 
 
@@ -48,8 +57,9 @@ _here = _Here()
 
 @contextmanager
 def quiet_loop(model: Any, *, slices: bool = False) -> Iterator[None]:
-    """While a fit of this model runs, None: another call; `slices`: no code but Keras' own sees
-    the data between two steps."""
+    """Patch Keras' loop during a fit of this model; None: during another call.
+
+    `slices`: no code but Keras' own sees the data between two steps."""
     _install()
     before = _here.model, _here.slices
     _here.model, _here.slices = model, slices
@@ -62,19 +72,19 @@ def quiet_loop(model: Any, *, slices: bool = False) -> Iterator[None]:
 
 
 def logs_are_unread(model: Any) -> bool:
-    """Whether nobody reads what this model's step returns; asked once by each step."""
+    """Whether no callback reads the logs of the step of this model that runs; asked once a step."""
     unread, _here.unread = _here.unread, None
     return model is not None and unread is model
 
 
 def following(batch: Any) -> Sequence[Any]:
-    """The batches behind this one that are sliced already; nothing is done between their steps."""
+    """The batches after this one in its slice; nothing runs between their steps."""
     cut = _here.cut
     return next((cut[i + 1 :] for i, each in enumerate(cut) if each is batch), ())
 
 
 def _install() -> None:
-    """Once a process; outside of such loops nothing changes."""
+    """Patch Keras' four methods, once a process."""
     kind, adapter = keras.callbacks.CallbackList, array_adapter()
     begin, end = kind.on_train_batch_begin, kind.on_train_batch_end
     epoch_begin, loader = kind.on_epoch_begin, adapter.get_torch_dataloader
@@ -83,11 +93,11 @@ def _install() -> None:
 
     def on_epoch_begin(self: Any, epoch: int, logs: Any = None) -> None:
         epoch_begin(self, epoch, logs)
-        ours = _here.slices and _is_here(self)  # Keras asks for the epoch's batches next
+        ours = _here.slices and _is_here(self)
         _here.steps = self.params.get("steps") if ours else None
 
     def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-        # in the list: other loops may run until the batch ends
+        # kept in the list, not in `_here`: a step may run another loop before the batch ends
         idle = self._stratagem_idle = _is_here(self) and _is_idle(self)
         _here.steps, _here.unread = None, self.model if idle else None
         if not idle:
@@ -118,20 +128,21 @@ def _is_idle(callbacks: Any) -> bool:
 
 
 def _in_order(loader: Any) -> bool:
-    """Whether its whole order is drawn with the first batch, so that none is drawn too early."""
+    """Whether a loader draws its whole order with the first batch: then slicing ahead draws no
+    random number too early."""
     batches = loader.batch_sampler
     kinds = (RandomSampler, SequentialSampler)
     return type(batches) is BatchSampler and type(batches.sampler) in kinds
 
 
 class SlicedBatches:
-    """The batches of a DataLoader over arrays, of which some are views of one slice."""
+    """The batches of a DataLoader over arrays, several of them views of one slice."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        iter(self._loader)  # draws a number for workers that it would start
+        iter(self._loader)  # draws the seed of loader workers, as Keras' loop would
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
@@ -146,7 +157,7 @@ class SlicedBatches:
 
 
 def _size(batch: Any) -> int:
-    """Its bytes; many of what is not made of tensors in tuples, lists and dicts."""
+    """The bytes of a batch; `_BYTES` if it is not made of tensors in tuples, lists and dicts."""
     if isinstance(batch, Tensor):
         return batch.nbytes
     if type(batch) not in (tuple, list, dict):
@@ -155,7 +166,7 @@ def _size(batch: Any) -> int:
 
 
 def _cut(batches: Any, rows: int) -> Sequence[Any]:
-    """Batches of so many rows; the last one may have fewer."""
+    """Cut a slice into batches of so many rows; the last one may have fewer."""
     if isinstance(batches, Tensor):
         return torch.split(batches, rows)
     if isinstance(batches, dict):

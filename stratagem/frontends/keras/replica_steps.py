@@ -1,4 +1,4 @@
-"""What one replica of a Keras model does when the chief says a verb."""
+"""The verbs of one replica of a Keras model, which the chief broadcasts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
 class ReplicaSteps:
-    """What one replica does when the chief says a verb; its committer is the all-reduce."""
+    """Runs the chief's verbs on one replica; the committer is an all-reduce."""
 
     def __init__(self, model: Any, replica: Replica, settings: Settings) -> None:
         self.adapter = adapter = KerasAdapter(model, SharedPart(replica), updates=True)
@@ -43,10 +43,10 @@ class ReplicaSteps:
             fuse(optimizer)
         self.committer: GradientExchange | None = None
         self._unsync: Callable[[], None] | None = None
-        #: whether a training step is under way, when BatchNorm layers meet
+        #: whether a training step runs, in which BatchNorm layers synchronise
         self.active = False
         self._trained = False
-        #: of all replicas, from a backup: what their committers go on from
+        #: by replica, from a backup: the state that the next committer loads
         self._kept: list[dict[str, Any]] = []
         self._trainable: list[bool] = []
         self.verbs: dict[str, Callable[..., Any]] = {
@@ -67,24 +67,24 @@ class ReplicaSteps:
         }
 
     def become(self, told: dict[str, Any]) -> None:
-        """Be as the chief's copy, but for random numbers."""
+        """Become like the chief's copy, but for random numbers."""
         self.adapter.become(told)
         replica = self.adapter.replica
         if not replica.is_chief:
             roll_dice(self.adapter.model, told["seed"], replica.index)
 
     def follow(self, changes: list[Any], trained: list[bool]) -> None:
-        """Take over what was changed on the chief; another set of gradients is added up then."""
+        """Take over changes of the chief; with other trained weights the committer is closed."""
         self.adapter.follow(changes, trained)
         if trained != self._trainable and self.committer is not None:
             self.committer.meet()
-            mine = handed_on(self.committer)  # goes on with the parameters that are left
+            mine = handed_on(self.committer)  # for the parameters that are still trained
             self._kept = gather_tree(self.adapter.replica.collective, mine)
             self.close()
         self._trainable = trained
 
     def reset(self) -> None:
-        """An epoch begins, and callbacks may have changed something."""
+        """Reset metrics at the begin of an epoch; callbacks may have changed the model."""
         self.adapter.metrics.begin()
         self.adapter.captured.stale = True
 
@@ -96,11 +96,11 @@ class ReplicaSteps:
         self.active = self._trained = True
         apart = self.committer if self.settings.elastic else None
         if isinstance(apart, LocalUpdates):
-            if not adapter.replica.is_chief:  # which undoes its steps itself
+            if not adapter.replica.is_chief:  # the chief undoes its steps by `StepUndo`
                 apart.remember()
             apart.uncounted = True
         try:
-            with nullcontext() if self.committer is None else self._adding(self.committer):
+            with nullcontext() if self.committer is None else self._reducing(self.committer):
                 result = adapter.play("train_step", data)
         finally:
             self.active = False
@@ -112,16 +112,16 @@ class ReplicaSteps:
         return result
 
     def sync(self) -> None:
-        """The step was made on all replicas: meet, if it is time."""
+        """Average weights, if it is time; the step is complete on all replicas."""
         if self.committer is not None:
             self.committer.sync()
 
     def open(self) -> None:
-        """Hooks on the gradients, and on BatchNorm layers where they are to be synchronised."""
+        """Open the committer and, with `sync_batchnorm`, synchronise BatchNorm layers."""
         if self.committer is not None:
             return
         model, replica = self.adapter.model, self.adapter.replica
-        # by their place: the paths of a model that is built once more are others
+        # by number: a model that is built again has other paths
         places = {id(v): i for i, v in enumerate(model.variables)}
         trained = model.trainable_variables
         named = [(f"{v.name} (variable {places[id(v)]})", v.value) for v in trained]
@@ -140,15 +140,15 @@ class ReplicaSteps:
             self._unsync = synchronise(model, replica, lambda: self.active)
 
     def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
-        """What adds the gradients up. Collective."""
+        """Open the committer. Collective."""
         replica, settings = self.adapter.replica, self.settings
-        if replica.count == 1:  # of an elastic job: it meets nobody
+        if replica.count == 1:  # the only replica of an elastic job
             settings = replace(settings, committer=None, sync=None)
         return open_exchange(named, replica, settings, every_backward=True)
 
     @contextmanager
-    def _adding(self, exchange: GradientExchange) -> Iterator[None]:
-        """While a step trains: what backward makes is added up over the replicas."""
+    def _reducing(self, exchange: GradientExchange) -> Iterator[None]:
+        """All-reduce the gradients of a training step."""
         exchange.armed, reduced = True, exchange.finished
         weights = TensorTracker(exchange.buckets.params)
         try:
@@ -164,12 +164,12 @@ class ReplicaSteps:
 
     @torch.no_grad()
     def _share_state(self) -> None:
-        """Replicas that had no example take over what the chief's layers have kept in mind."""
+        """Copy the chief's moving statistics to replicas that had no example. Collective."""
         state, replica = kept(self.adapter.model), self.adapter.replica
         if state:
-            told = broadcast_tree(replica.collective, [t.detach() for t in state])
+            chiefs = broadcast_tree(replica.collective, [t.detach() for t in state])
             if not replica.share.examples:
-                for mine, theirs in zip(state, told, strict=True):
+                for mine, theirs in zip(state, chiefs, strict=True):
                     mine.copy_(theirs)
 
     def average(self) -> None:
@@ -177,20 +177,20 @@ class ReplicaSteps:
             self.together(self.adapter.average)
 
     def together(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Do it when all copies are alike. Collective."""
+        """Average weights (`sync=`), then call a function. Collective."""
         if self.committer is not None:
             self.committer.meet()
         return act(*arguments)
 
     def progress(self) -> list[Any]:
-        """What every replica has of its own. Collective."""
+        """Return the state of every replica for a backup. Collective."""
         adapter = self.adapter
         mine = replica_progress(adapter.model, adapter.replica)
         mine["residuals"] = {} if self.committer is None else self.committer.state()
         return gather_tree(adapter.replica.collective, mine)
 
     def go_on(self, saved: list[Any]) -> None:
-        """All but residuals as another than the chief, which did so before it read its data."""
+        """Resume from a backup. The chief has restored all but residuals before it read data."""
         adapter = self.adapter
         self._kept = [each.get("residuals", {}) for each in saved]
         if self.committer is not None:
@@ -200,12 +200,12 @@ class ReplicaSteps:
             take_progress(adapter.model, own_of(saved, adapter.replica), adapter.replica)
 
     def break_off(self) -> None:
-        """A call has failed; with others than before it may go on."""
+        """Break off a failed call, which an elastic job makes again with other replicas."""
         if self.settings.elastic:
             break_off(self.committer)
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Close the committer, and remove the hooks on BatchNorm layers."""
         if self.committer is not None:
             self.committer.close()
             self.committer = None

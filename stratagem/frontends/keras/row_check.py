@@ -1,8 +1,8 @@
-"""Whether shares of a batch add up to what one device makes of it, for a step of a Keras model.
+"""Checks that shares of a batch add up to the result of one device, for a step of a Keras model.
 
-As for torch models (frontends/row_check.py), with the model's own step, whoever wrote it: a few
-rows go through it as one batch and as two shares. What the model returned, the gradients of every
-backward pass and what the metrics have counted must agree to rounding.
+As for torch models (frontends/row_check.py): a few rows go through the model's step as one batch
+and as two shares. Outputs, the gradients of every backward pass and the counts of the metrics must
+agree to rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from stratagem.frontends.row_trials import (
     compare_outputs,
     kinds_of,
     look_at,
-    same_rows,
 )
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
@@ -44,7 +43,7 @@ def check_step(
     model: Any, step: str, data: Any, replica: Replica, count: int, *, apart: bool = False
 ) -> bool:
     """Raise if `count` shares of this batch do not add up; `apart`: workers have whole batches, and
-    their metrics must. Leaves no trace; returns False where it cannot be tried."""
+    only their metrics must add up. Leaves no trace; returns False if the dry run fails."""
     total = count_rows(data)
     first, second = (end - start for start, end in (share(total, count, i) for i in (0, 1)))
     sizes = list(sizes_of(first, second))
@@ -53,13 +52,10 @@ def check_step(
     few = rows(data, 0, sum(sizes))
     few = few if replica.device.type == "cpu" else to_device(few, replica.device)
     batches = [few, rows(few, 0, sizes[0]), rows(few, sizes[0], sum(sizes))]
-    forward = needs_forward(model, step)
-    if forward and apart:
+    if apart and not judged_by_own(model, step):
         return True
     try:
-        bench = Bench(model, step)
-        if not (forward and _same_rows(bench, replica, batches, sizes)):
-            _Check(bench, replica, batches, sizes, apart).run()
+        _Check(Bench(model, step), replica, batches, sizes, apart).run()
     except StratagemError:
         raise
     except Exception as error:
@@ -68,24 +64,9 @@ def check_step(
     return True
 
 
-def _same_rows(bench: Bench, replica: Replica, batches: list[Any], sizes: list[int]) -> bool:
-    """Whether both shares come out as in the whole: every row is missing in one of them."""
-    whole, *parts = bench.forward(batches)
-    tolerance = Tolerance.of(replica.device, (whole, *parts))
-    return (
-        not whole.added
-        and all(len(part.outputs) == len(whole.outputs) > 0 for part in parts)
-        and all(
-            same_rows(a, b, start, sum(sizes), tolerance)
-            for start, part in zip((0, sizes[0]), parts, strict=True)
-            for a, b in zip(whole.outputs, part.outputs, strict=True)
-        )
-    )
-
-
 @dataclass
 class _Check:
-    """Some rows as one batch and as shares."""
+    """Compares dry runs of some rows as one batch and as shares."""
 
     bench: Bench
     replica: Replica
@@ -114,7 +95,7 @@ class _Check:
         before = run([one], alone)
         both = Trial(self.replica, second, first + second, alone)
         after = run([two], both)
-        if alone.noted:  # once more, now that it is known what the other was divided by
+        if alone.noted:  # once more, with the divisors of the second share
             before = run([one], Trial(self.replica, first, first + second, both))
         return [before, after]
 
@@ -183,7 +164,7 @@ def _refuse(
 def _compare_losses(
     losses: list[float], weights: list[float], tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """The whole's and the shares', which are to be added up with these weights."""
+    """Compare the loss of the whole with the weighted sum of the shares' losses."""
     whole, *shares = losses
     parts = [loss * weight for loss, weight in zip(shares, weights, strict=True)]
     size = max(map(abs, parts))
@@ -191,7 +172,7 @@ def _compare_losses(
 
 
 def _judge(model: Any) -> str:
-    """Whose code the loss is."""
+    """Name the user's method that computes the loss, if there is one."""
     for name in ("train_step", "compute_loss"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
             return f"{LOSS} of {name}"
@@ -202,7 +183,7 @@ def _judge(model: Any) -> str:
 
 
 def judged_by_own(model: Any, step: str) -> bool:
-    """Whether code of the user's own makes a loss or a metric of the rows."""
+    """Whether the user's own code computes a loss or a metric of the rows."""
     if step == "predict_step":
         return False
     if has_own(model, step) or type(model).compute_loss is not keras.Model.compute_loss:
@@ -215,73 +196,12 @@ def judged_by_own(model: Any, step: str) -> bool:
 
 
 def _is_kerass(judge: Any) -> bool:
-    """Whether a loss or a metric is Keras' own, also inside of what Keras wraps around it."""
+    """Whether a loss or a metric is Keras' own, and so is the function that it wraps."""
     if judge is None or isinstance(judge, str):
         return True
     made = judge if callable(judge) and hasattr(judge, "__name__") else type(judge)
     inside = getattr(judge, "fn", None) or getattr(judge, "_fn", None)
     return str(getattr(made, "__module__", "")).startswith("keras.") and _is_kerass(inside)
-
-
-# --- where everything is Keras' own ---------------------------------------------------------------
-
-#: losses and metrics of Keras that give every row a value of its own
-_BY_ROW = frozenset(
-    f"{kind}_{name}"
-    for kind, names in {
-        "binary": ("crossentropy", "focal_crossentropy", "accuracy"),
-        "categorical": ("crossentropy", "focal_crossentropy", "accuracy", "hinge"),
-        "sparse_categorical": ("crossentropy", "accuracy"),
-        "mean": ("squared_error", "absolute_error", "squared_logarithmic_error"),
-        "mean_absolute": ("percentage_error",),
-        "top_k": ("categorical_accuracy",),
-        "sparse_top_k": ("categorical_accuracy",),
-        "squared": ("hinge",),
-        "kl": ("divergence",),
-        "log": ("cosh",),
-    }.items()
-    for name in names
-) | {"huber", "hinge", "poisson", "accuracy"}
-_NAMED = frozenset({"accuracy", "acc", "crossentropy", "ce"})
-#: layers that run the user's code
-_HOLDS_OTHERS = frozenset({"Lambda", "TorchModuleWrapper"})
-
-
-def needs_forward(model: Any, step: str) -> bool:
-    """Whether the forward pass says it all: the step and the layers are Keras' own, whose gradients
-    follow their outputs, and so are the losses, which give every row a value, and the metrics,
-    which add up."""
-    if step == "predict_step":
-        return True
-    compiled = getattr(model, "_compile_metrics", None)
-    given = [model.loss]
-    if compiled is not None:
-        given += [compiled._user_metrics, compiled._user_weighted_metrics]
-    return (
-        model.compiled
-        and not judged_by_own(model, step)
-        and all(map(_is_by_row, keras.tree.flatten(given)))
-        and all(each in (model._loss_tracker, compiled) for each in model.metrics)
-        and all(map(_is_kerass_layer, model._flatten_layers()))
-    )
-
-
-def _is_by_row(judge: Any) -> bool:
-    if judge is None or judge in _NAMED:
-        return True
-    if isinstance(judge, str):
-        try:
-            judge = keras.losses.get(judge)
-        except ValueError:
-            return False  # a metric's name
-    made = getattr(judge, "fn", None) or getattr(judge, "_fn", None) or judge
-    name, axis = getattr(made, "__name__", ""), getattr(judge, "axis", -1)
-    return name in _BY_ROW and axis in (-1, None)
-
-
-def _is_kerass_layer(layer: Any) -> bool:
-    kind = type(layer)
-    return kind.__module__.startswith("keras.") and kind.__name__ not in _HOLDS_OTHERS
 
 
 # --- which batches have rows tried before their step ----------------------------------------------
@@ -292,25 +212,26 @@ _NOT_TRIED = frozenset({"_modules", "history", "optimizer", "_stratagem"})
 
 
 class CheckSchedule:
-    """The first batch of each kind of step; where the step, the loss or a metric is the user's own,
-    the 2nd, 4th, 8th, ... too, and any with a kind of value that no tried row has had: a mask may
-    come later. Elsewhere a call that finds everything as an earlier one need not try it again."""
+    """Chooses the batches that are checked: the first of each kind of step and, if the step, the
+    loss or a metric is the user's own, the 2nd, 4th, 8th, ... and any with a kind of value that no
+    checked row has had, since a mask may come later. Otherwise a call with the same model and kind
+    of data as an earlier one need not check again."""
 
     def __init__(self, model: Any, passed: PassedTrials | None = None) -> None:
         self.model, self._passed = model, passed or PassedTrials()
         self._seen: dict[str, int] = {}
-        #: the number of the batch that is tried next; none where it is missing and one was seen
+        #: by step: the number of the batch that is checked next
         self._next: dict[str, float] = {}
-        #: by step: the kinds of values that tried rows have had
+        #: by step: the kinds of values that checked rows have had
         self._tried: dict[str, set[Kind]] = {}
 
     def anew(self) -> CheckSchedule:
-        """For the next call, which knows what was passed."""
+        """Return the schedule of the next call, which knows the passed trials."""
         return CheckSchedule(self.model, self._passed)
 
     def before(self, step: str, data: Any, examples: int, check: Callable[[Any], bool]) -> None:
-        """Asked before every step: have rows of this batch tried, the first of those that it is
-        given, if it is its turn; `check` says whether they were."""
+        """Before every step: call `check`, which takes the first rows of its batch, if it is this
+        batch's turn. `check` returns False if the rows could not be tried."""
         seen = self._seen[step] = self._seen.get(step, 0) + 1
         turn = self._next.get(step, 1)
         if examples < 2 or turn == float("inf"):
@@ -336,7 +257,7 @@ Kind = tuple[int, str]
 
 
 def _kinds(data: Any) -> set[Kind]:
-    """Which are in a batch; on a GPU it would be waited for, so nothing is known there."""
+    """Return the kinds of values in a batch; none on a GPU, which would have to be waited for."""
     found = set()
     for i, leaf in enumerate(keras.tree.flatten(data)):
         if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and leaf.device.type == "cpu":
@@ -349,7 +270,7 @@ def _kinds(data: Any) -> set[Kind]:
 
 
 def _first(data: Any, kind: Kind) -> int:
-    """The first row that has it."""
+    """Return the first row with a value of this kind."""
     leaf, (_, name) = keras.tree.flatten(data)[kind[0]], kind
     has = leaf == 0 if name == "zero" else leaf < 0 if name == "negative" else leaf != leaf
     return int(has.reshape(len(leaf), -1).any(1).int().argmax())

@@ -26,7 +26,7 @@ _OLDEST = (3, 12)
 
 @contextmanager
 def _open(strategy: Strategy) -> Iterator[None]:
-    """While a scope is open: follow Keras, or wait for it to be imported."""
+    """Patch Keras while a scope is open, now or when it is imported."""
     with after_import(follow):
         keras = sys.modules.get("keras")
         with keras.device(_first_device(strategy)) if keras is not None else nullcontext():
@@ -35,7 +35,7 @@ def _open(strategy: Strategy) -> Iterator[None]:
 
 @contextmanager
 def after_import(then: Callable[[Any], object]) -> Iterator[None]:
-    """Have `then(keras)` called: now, or when it is imported while this is open."""
+    """Call `then(keras)` now, or when Keras is imported in the block."""
     keras = sys.modules.get("keras")
     if keras is not None:
         then(keras)
@@ -51,7 +51,7 @@ def after_import(then: Callable[[Any], object]) -> Iterator[None]:
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Sees Keras being imported inside a scope."""
+    """Notices when Keras is imported inside a scope."""
 
     def __init__(self, then: Callable[[Any], object]) -> None:
         self.then = then
@@ -74,13 +74,13 @@ class _ImportWatcher(MetaPathFinder):
 
 
 def follow(keras: Any) -> None:
-    """Have every `compile` look for an open scope."""
+    """Have every `compile` check for an open scope."""
     check(keras)
     _wrap_compile(keras)
 
 
 def check(keras: Any) -> None:
-    """One sentence if this Keras cannot be distributed."""
+    """Raise if this Keras cannot be distributed."""
     if not hasattr(keras, "__version__"):
         raise UsageError(
             f"the module keras is {getattr(keras, '__file__', 'not a file')}, which is not Keras; "
@@ -106,7 +106,7 @@ def _first_device(strategy: Strategy) -> str:
 
 
 def _wrap_compile(keras: Any) -> None:
-    """Once a process. The class that defines `compile` is found, so that Keras sees no override."""
+    """Patch `compile` once a process, in the class that defines it: Keras must see no override."""
     home = next(cls for cls in keras.Model.__mro__ if "compile" in cls.__dict__)
     plain = home.compile
     if getattr(plain, "stratagem", False):
@@ -156,7 +156,7 @@ def _distribute(model: Any, strategy: Strategy) -> None:
 
 @contextmanager
 def _open_dry_run() -> Iterator[None]:
-    """Now, if Keras is there, or as soon as it is imported."""
+    """Patch `fit` now, or when Keras is imported."""
     undo: list[Any] = []
     with after_import(lambda keras: undo.append(_wrap_fit(keras))):
         try:

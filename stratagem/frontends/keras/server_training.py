@@ -1,4 +1,9 @@
-"""One training that servers keep, as the chief sees it: from its first step to its end."""
+"""One training with parameter servers, on the chief: from its first step to its end.
+
+Keras' loop hands each batch to `ServerTraining.step`, which deals it as tickets. The chief is a
+worker, too: it works on tickets while more than `_ahead` of them wait, and then returns to Keras.
+The servers apply gradients meanwhile; `drain` waits until all are applied.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ log = logging.getLogger("stratagem")
 
 
 class ServerTraining:
-    """Deals batches, works on tickets until few enough wait, and gathers what all have counted."""
+    """Deals batches, works on tickets, and gathers the counts of all workers."""
 
     def __init__(
         self, driver: Driver, adapter: KerasAdapter, client: Client, told: dict[str, Any]
@@ -32,35 +37,35 @@ class ServerTraining:
         settings, self.optimizer = driver.strategy.settings, driver.model.optimizer
         assert settings.served is not None
         self._updates = settings.served.updates
-        #: for the others, from now on with every ticket: the last of each change
+        #: the newest value of everything that callbacks have changed; goes with every ticket
         self._news: dict[str, Any] = {"edition": 0, "attributes": [], "weights": []}
         self.session = KerasSession(client, adapter, settings, told)
         self.worker = TicketWorker(adapter, self.session)
         plan = self.session.plan
         others = plan.workers - 1
-        #: how many tickets may wait while Keras goes on
+        #: how many tickets may wait when `step` returns to Keras
         self._ahead = min(others, 1) * plan.parts if plan.parts > 1 else AHEAD * others
         self._epoch = self._batch = 0
-        #: whether something was dealt since all was applied, and nothing more comes
+        #: whether tickets were dealt since the last `drain`, and the last of them was
         self.is_open = self._closed = False
-        #: whether the optimizer's state is here, and the update of which it is
+        #: whether the optimizer's state was read, and after which update
         self.whole_here = False
         self._first = self._state_of = int(self.optimizer._iterations)
-        #: by worker, what its layers keep in mind
+        #: by worker: moving statistics and the like
         self._means: dict[int, list[Tensor]] = {}
-        #: by log of the user's own: the sum of this epoch's, and how many examples it is of
+        #: by log of a custom `train_step`: its sum over the epoch, and the number of examples
         self.sums: dict[str, list[float]] = {}
-        #: whether a step of the user's own is known to return what the metrics are called
+        #: whether a custom `train_step` is known to return the metrics and nothing else
         self._is_counted = False
         self._returned: dict[str, Any] = {}
         adapter.mark()
 
     def close(self) -> None:
-        """The model and its optimizer are the user's own again."""
+        """Give the model and its optimizer their own methods back."""
         self.worker.close()
 
     def rescue(self) -> None:
-        """After Ctrl-C, say: whoever calls `fit` again goes on from here."""
+        """Read the weights after Ctrl-C or an error, so that the next `fit` goes on from them."""
         if not self.session.rescue():
             log.warning(
                 "the training was interrupted while it talked with a server: the weights "
@@ -72,7 +77,7 @@ class ServerTraining:
     # --- steps ------------------------------------------------------------------------------
 
     def step(self, data: Any) -> Any:
-        """Deal a batch, and work; what the step returns to Keras."""
+        """Deal a batch and work on tickets; returns the logs for Keras."""
         self._returned = {}
         parts = parts_of_rows(data)(self.session.plan.parts)
         if self._news["edition"]:
@@ -89,19 +94,19 @@ class ServerTraining:
                 break
             self._do(work)
             left -= 1
-            if left > self._ahead:  # unless others have taken some meanwhile
+            if left > self._ahead:  # other workers may have taken some meanwhile
                 left = self.client.deal(self._epoch, self._batch, [], False)
         if self._driver.needs.steps:
-            self.client.refresh()  # callbacks see what the servers have, as far as they are
+            self.client.refresh()  # callbacks see the servers' newest weights
         self._adapter.mark()
         return self._logs(self.worker.logs)
 
     def _waits_for_each(self, custom: bool) -> bool:
         """Whether to wait for this batch to be applied before Keras goes on.
 
-        A synchronous rule gives exact numbers to whoever looks at single steps, and so does Keras
-        if a step of the user's own returns others than the metrics. Without such a rule there is no
-        such thing; a step of the user's own is waited for once, to know what it returns.
+        With a synchronous rule callbacks that look at single steps get exact numbers, and so do the
+        logs of a custom `train_step` that are not metrics. Without such a rule only the first step
+        of a custom `train_step` is waited for, to know what it returns.
         """
         needs = self._driver.needs
         if isinstance(self._updates, Synchronous):
@@ -122,10 +127,10 @@ class ServerTraining:
         with self._driver.playing():
             self.worker.do(work)
         if self._driver.needs.attributes and self._adapter.attributes is not None:
-            self._adapter.attributes.mark()  # every worker's steps change them alike
+            self._adapter.attributes.mark()  # a step changes attributes alike on every worker
 
     def drain(self) -> None:
-        """Wait until all that was dealt is applied, and add up what was counted meanwhile."""
+        """Wait until every dealt batch is applied, and add up the counts of all workers."""
         if not self.is_open:
             return
         client, worker = self.client, self.worker
@@ -144,14 +149,13 @@ class ServerTraining:
         self._adapter.mark()
         self._join_logs(reports)
 
-    # --- logs of a step of the user's own -------------------------------------------------------
+    # --- logs of a custom train_step --------------------------------------------------------
 
     def _join_logs(self, reports: list[Any]) -> None:
-        """The metrics, and the mean of numbers that none holds.
+        """Put the epoch's logs into what the last step returned, where Keras takes them from.
 
-        Such a number is that of the last step. Where several workers are free of step there is no
-        last one, and it is the mean over the epoch. Keras takes for an epoch's logs what its last
-        step has returned, so they are put there.
+        Logs that are metrics have the metrics' values. Another number is that of the last step; of
+        several asynchronous workers, which have no last step, it is the mean over the epoch.
         """
         sources = self._adapter.sources.get("train_step")
         if sources is None:
@@ -172,7 +176,7 @@ class ServerTraining:
             self._is_counted = set(self.worker.logs) == set(metrics)
 
     def _logs(self, logs: Any) -> Any:
-        """What a step returns."""
+        """Return a step's logs to Keras; without any, the metrics."""
         if self.worker.step.custom and isinstance(logs, dict):
             self._returned = logs = dict(logs)
         return logs if logs is not None else self._driver.own("get_metrics_result")()
@@ -180,7 +184,7 @@ class ServerTraining:
     # --- state ------------------------------------------------------------------------------
 
     def settle(self, *, whole: bool) -> None:
-        """Wait until all is applied; `whole`: with the optimizer's state."""
+        """Drain; `whole`: read the optimizer's state, too."""
         self.drain()
         self._average()
         if whole:
@@ -190,32 +194,32 @@ class ServerTraining:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """One defined answer for moving statistics: the mean over the workers that worked."""
-        everybody, self._means = list(self._means.values()), {}
+        """Set moving statistics to the mean over the workers that had a ticket."""
+        statistics, self._means = list(self._means.values()), {}
         floats = [t for t in self.session.beside if t.is_floating_point()]
         numbers = {id(t): i for i, t in enumerate(self._adapter.tensors())}
         changes: list[tuple[int, Tensor]] = []
-        for each, tensor in zip(zip(*everybody, strict=True), floats, strict=False):
+        for each, tensor in zip(zip(*statistics, strict=True), floats, strict=False):
             if any(not torch.equal(each[0].cpu(), other.cpu()) for other in each[1:]):
                 tensor.copy_(torch.stack([part.double().cpu() for part in each]).mean(0))
                 changes.append((numbers[id(tensor)], tensor.detach().cpu().clone()))
-        if changes:  # the others go on from there, too
+        if changes:  # for the other workers
             self.announce("weights", changes)
 
     def announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:
-        """Tickets bring it to the others from now on, whoever gets one: the last of each."""
+        """Send changes to the other workers with all further tickets; the newest of each counts."""
         known = {tuple(each[:-1]): list(each) for each in (*self._news[kind], *changes)}
         edition = self._news["edition"] + 1
         self._news = {**self._news, "edition": edition, kind: list(known.values())}
 
     def take_up(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
-        """Somebody has written to weights, or to the optimizer's state, which servers keep.
+        """A callback has written to these tensors; bring weights to the servers.
 
-        What was dealt before comes first; then what was written counts, and nothing else: the
-        values here may be older than those of the servers.
+        Batches that were dealt before are applied first. Only what was written is sent: the other
+        values of the chief may be older than the servers'.
         """
         everything, optimizer = self._adapter.tensors(), self.optimizer
-        rate = getattr(optimizer._learning_rate, "value", None)  # a setting, not a state
+        rate = getattr(optimizer._learning_rate, "value", None)  # a setting, not state
         slots = {id(v.value) for v in optimizer.variables if v.value is not rate}
         params = {id(param) for param in self.session.params}
         each = ((i, everything[i], value.clone()) for i, value in written)

@@ -1,7 +1,7 @@
-"""The variables of a Keras model on stages, and the slots of its optimizer: where they lie.
+"""Where the variables of a Keras model on stages, and its optimizer's slots, are stored.
 
 SharedVariables   once, in memory that all processes share
-PartedVariables   elsewhere: each process updates its own, and has those that its layers use
+PartedVariables   between machines: each process has the variables of its layers
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _held(model: Any) -> list[Tensor]:
 
 
 class SharedVariables:
-    """Made collectively."""
+    """Variables and slots in memory that all processes share. Collective to make."""
 
     def __init__(self, model: Any, collective: SharedMemoryCollective) -> None:
         held = [*_held(model), *slots(model.optimizer)]
@@ -39,21 +39,21 @@ class SharedVariables:
         self.bring_home = self._tensors.bring_home
 
     def break_off(self) -> None:
-        """It is where all see it."""
+        """Nothing to do: all processes see the memory."""
 
     def updated(self) -> None:
-        """After an update: wait until everybody has made it. Collective."""
+        """Wait until all processes have made an update. Collective."""
         self._tensors.take_back()
         self._collective.barrier()
 
     def close(self) -> None:
-        """Have the first process own its memory again."""
+        """Copy variables out of shared memory on the first process."""
         self._tensors.close()
 
 
 class PartedVariables:
-    """Made collectively, with the same values everywhere. Slots stay on every process: those of
-    variables that it does not update are old until `bring_home`."""
+    """Variables of which each process updates its own. Collective to make, with the same values on
+    all. Slots of variables that a process does not update are old until `bring_home`."""
 
     def __init__(self, model: Any, collective: Collective) -> None:
         self._tensors = PartedTensors(_held(model), collective)
@@ -62,7 +62,7 @@ class PartedVariables:
         self._written = TensorTracker(self._slots)
 
     def own(self, used: dict[Tensor, list[int]]) -> None:
-        """Who uses each tensor, its owner first. Collective."""
+        """Set the processes that use each tensor, its owner first. Collective."""
         self._tensors.own(used)
 
     def leave_home(self) -> None:
@@ -70,12 +70,12 @@ class PartedVariables:
             self._written.mark(closely=True)  # fused updates leave no trace in versions
 
     def updated(self) -> None:
-        """After an update. Collective."""
+        """Send updated variables to the processes that use them. Collective."""
         self._tensors.updated()
 
     @torch.no_grad()
     def bring_home(self) -> None:
-        """Have everything everywhere. Collective."""
+        """Bring all variables and slots to all processes. Collective."""
         if not self._tensors.bring_home():
             return
         mine = self._written.changes()
@@ -87,21 +87,21 @@ class PartedVariables:
                     slot.copy_(value)
 
     def break_off(self) -> None:
-        """After a failure, alone: what others had is lost."""
+        """Give up after a failure: the variables of other processes are lost."""
         self._tensors.leave()
 
     def close(self) -> None:
-        """Everything has been brought home, or is lost."""
+        """Nothing to do: `bring_home` or `break_off` came before."""
 
 
 # --- an update of which every process makes a part ------------------------------------------------
 #
-# Weights and the optimizer's slots lie in memory that all share; who owns a variable writes it.
-# What an optimizer keeps once (its count of steps, the learning rate) every process has for itself.
+# The owner of a variable updates it and its slots. Every process has a step count and a learning
+# rate of its own.
 
 
 def slots(optimizer: Any) -> list[Tensor]:
-    """What an optimizer keeps for each variable."""
+    """Return the optimizer's state by variable."""
     own = [v for v in vars(optimizer).values() if isinstance(v, keras.Variable)]
     once = {id(v) for v in own}
     return [v.value for v in optimizer.variables if id(v) not in once]
@@ -115,7 +115,7 @@ def square(gradients: Sequence[Tensor | None]) -> float:
 def update(
     optimizer: Any, gradients: Sequence[Tensor | None], variables: Sequence[Any], norm: float
 ) -> None:
-    """Step these variables; `norm` is that of the gradients of all processes."""
+    """Update these variables; `norm`: of the gradients of all processes."""
     with _clipped(optimizer, norm) as clip:
         if any(gradient is not None for gradient in gradients):
             type(optimizer).apply(optimizer, [clip(g) for g in gradients], list(variables))
@@ -125,7 +125,7 @@ def update(
 
 @contextmanager
 def _clipped(optimizer: Any, norm: float) -> Iterator[Any]:
-    """Clips gradients as Keras does, by the norm over all processes."""
+    """Return a function that clips as Keras does, by the norm over all processes."""
     limit = optimizer.global_clipnorm
     if not limit:
         yield lambda grad: grad
@@ -139,7 +139,7 @@ def _clipped(optimizer: Any, norm: float) -> Iterator[Any]:
 
 
 def refuse_optimizer(optimizer: Any, who: str) -> None:
-    """Refuse one that does more than step each variable by itself; `who` makes a part."""
+    """Raise for an optimizer that does more than update each variable by itself."""
     kind = type(optimizer).__name__
     if optimizer is None or not type(optimizer).__module__.startswith("keras."):
         raise NotDistributable(

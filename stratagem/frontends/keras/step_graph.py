@@ -1,8 +1,9 @@
-"""One training step of a Keras model as a graph of operators, and the program that runs it."""
+"""One training step of a Keras model as a graph of operators, and the program that runs it.
+
+Before a graph is used it predicts a step; the step runs as Keras has it, and must give the same."""
 
 from __future__ import annotations
 
-import copy
 import operator
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from stratagem.state.keras_stepper import is_plain
 
 
 class StepGraph:
-    """One step's graph, for batches of one shape."""
+    """The graph of a step on batches of one shape."""
 
     def __init__(
         self, model: Any, own: Callable[[Any], Any], data: Any, tensors: list[Tensor]
@@ -31,34 +32,27 @@ class StepGraph:
         beside = [*model.non_trainable_variables, *model.metrics_variables]
         self._beside = list({id(v): v for v in beside}.values())
         self._held = [*self._weights, *(v.value for v in self._beside)]
-        #: what the graph has a gradient of, what it writes, and what the logs are called
+        #: numbers of the weights with a gradient, states that are written, names of the logs
         self._used: list[int] = []
         self._written: list[Tensor] = []
-        #: of a worker of servers, which is told of the loss before gradients come
+        #: on a worker of parameter servers: receives the loss before the gradients
         self._listener = model._loss_tracker.__dict__.get("update_state")
         self._rows = len(tensors[0])
         self._names: list[str] = []
-        graph = traced(self._step, [*self._held, *tensors])
-        _refuse(graph)
-        trim(graph)
-        short = copy.deepcopy(graph)
         inputs = [*self._held, *tensors]
-        self._graph: Any = scripted(graph, inputs)
-        #: the same without logs, where nobody needs the loss
-        self._short: Any = None
-        if self._listener is None:
-            (found,) = (node for node in short.graph.nodes if node.op == "output")
-            found.args = (found.args[0][: len(self._used) + len(self._written)],)
-            self._short = scripted(short, inputs)
+        self._operators = traced(self._step, inputs)
+        _refuse(self._operators)
+        trim(self._operators)
+        self._graph: Any = scripted(self._operators, inputs)
         self._data = None
-        self._foretold: Sequence[Tensor] = ()
-        #: the steps of several batches as one program, where there is one
+        self._predicted: Sequence[Tensor] = ()
+        #: a program of several steps, if there is one, and how many it may make at once
         self.loop: StepLoop | None = None
         self.at_once = 1
         self._only_reads = False
 
     def _step(self, *tensors: Tensor) -> list[Tensor]:
-        """The step itself, on these values, and without a trace of it in the model."""
+        """Run Keras' step on these values; the model keeps its own."""
         count, states = len(self._weights), tensors[len(self._weights) :][: len(self._beside)]
         weights = [t.detach().requires_grad_() for t in tensors[:count]]
         data = _packed(self._data, iter(tensors[count + len(states) :]))
@@ -90,16 +84,13 @@ class StepGraph:
         results = [each.detach() for each in logs.values()]
         return [*gradients, *(news[i] for i in changed), *results, losses[0]]
 
-    def run(
-        self, tensors: list[Tensor], update: PlannedUpdate | None = None, unread: bool = False
-    ) -> dict[str, Tensor | None]:
-        """The step: gradients, states, update; returns the logs, or only their names."""
+    def run(self, tensors: list[Tensor], update: PlannedUpdate | None = None) -> dict[str, Tensor]:
+        """Make the step: gradients, states, update; returns the logs."""
         weights = self._weights
         for weight in weights:
             weight.grad = None
-        program = self._short if unread and self._short is not None else self._graph
         with torch.no_grad():
-            gradients, news, logs = self._split(program(*self._held, *tensors))
+            gradients, news, logs = self._split(self._graph(*self._held, *tensors))
             copy_all(self._written, news)
             if self._listener is not None:
                 self._listener(logs[-1], sample_weight=self._rows)
@@ -107,14 +98,14 @@ class StepGraph:
             found = [weight.grad for weight in weights]
             if update is None or not update.apply(found):
                 self._model.optimizer.apply(found, self._variables)
-        return dict(zip(self._names, logs, strict=False)) if logs else self.unread()
+        return dict(zip(self._names, logs, strict=False))
 
-    def unread(self) -> dict[str, Tensor | None]:
-        """Logs that nobody reads."""
+    def unread(self) -> dict[str, None]:
+        """Return the names of the logs, where no callback reads the values."""
         return dict.fromkeys(self._names)
 
     def _hand_in(self, gradients: list[Tensor]) -> None:
-        """Through backward if anybody listens there."""
+        """Hand gradients to the optimizer, through backward if the weights have hooks."""
         used = [self._weights[i] for i in self._used]
         if any(getattr(weight, kind) for weight in used for kind in TENSOR_HOOKS):
             with torch.enable_grad():
@@ -127,41 +118,41 @@ class StepGraph:
         first, second = len(self._used), len(self._used) + len(self._written)
         return list(found[:first]), list(found[first:second]), list(found[second:])
 
-    # --- the proof ----------------------------------------------------------------------------
+    # --- the comparison with Keras' step -------------------------------------------------------
 
-    def foretell(self, tensors: list[Tensor]) -> None:
-        """Say what the next step will do; twice, since the first run makes the program."""
+    def predict(self, tensors: list[Tensor]) -> None:
+        """Run the graph on the next batch, twice: TorchScript optimizes it after the first run."""
         inputs = [*self._held, *tensors]
         writes = [each._version for each in inputs]
         with torch.no_grad():
             for _ in range(2):
-                self._foretold = self._graph(*inputs)
-                short = () if self._short is None else self._short(*inputs)
+                self._predicted = self._graph(*inputs)
         self._only_reads = writes == [each._version for each in inputs]
-        if not all(_same(a, b) for a, b in zip(short, self._foretold, strict=False)):
-            raise ValueError("without its logs the graph gives other numbers")
-        if _overlap(self._foretold[: len(self._used)], self._held):
+        if _overlap(self._predicted[: len(self._used)], self._held):
             raise ValueError("gradients share memory")
 
     def looped(self, tensors: list[Tensor], update: PlannedUpdate | None) -> StepLoop | None:
-        """Several steps as one program, which has said what the next will do; None where the update
-        is not planned, where weights are large, or where a step writes into tensors of another."""
-        given = self._foretold[: len(self._used) + len(self._written)]
-        gradients = given[: len(self._used)]
+        """Return a program of several steps that has predicted the next one; None if the update is
+        not planned, weights are large, or a step writes into tensors of another."""
+        count = len(self._used) + len(self._written)
+        given, gradients = self._predicted[:count], self._predicted[: len(self._used)]
         whole = len(self._used) == len(self._weights) and is_plain(gradients)
-        if update is None or self._short is None or not self._only_reads or not whole:
+        if update is None or not self._only_reads or not whole:
             return None
         large = sum(each.nbytes for each in self._held) > SMALL  # frozen ones, too
         here = all(each.device.type == "cpu" for each in self._held)
         if large or not here or _overlap(given, self._held):
             return None
-        loop = StepLoop(self._short, self._weights, self._held, self._written)
-        loop.foretell(tensors, update)
+        (output,) = (node for node in self._operators.graph.nodes if node.op == "output")
+        output.args = (output.args[0][:count],)  # a step in the loop computes no logs
+        step = scripted(self._operators, [*self._held, *tensors])
+        loop = StepLoop(step, self._weights, self._held, self._written)
+        loop.predict(tensors, update)
         return loop
 
     @contextmanager
     def listening(self) -> Iterator[dict[int, Tensor]]:
-        """While a step is made: the gradients as backward makes them, before they are added up."""
+        """Collect the gradients of a step as backward makes them, before an all-reduce."""
         found: dict[int, Tensor] = {}
 
         def hook(index: int) -> Callable[[Tensor], None]:
@@ -175,18 +166,18 @@ class StepGraph:
             for each in hooks:
                 each.remove()
 
-    def told(self, gradients: dict[int, Tensor], logs: Any) -> bool:
-        """Whether the step has done what was foretold."""
+    def was_right(self, gradients: dict[int, Tensor], logs: Any) -> bool:
+        """Whether Keras' step has done what was predicted."""
         if sorted(gradients) != self._used or list(logs) != self._names:
             return False
         real = [gradients[i] for i in self._used] + self._written + list(logs.values())
-        foretold, self._foretold = self._foretold, ()
-        return all(_same(a, b) for a, b in zip(real, foretold[:-1], strict=True))
+        predicted, self._predicted = self._predicted, ()
+        return all(_same(a, b) for a, b in zip(real, predicted[:-1], strict=True))
 
 
 @contextmanager
 def _overlaid(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Another method in the place of one, whether or not there is one in its place already."""
+    """Replace a method of one object, which may have been replaced already."""
     before = owner.__dict__.get(name)
     owner.__dict__[name] = function
     try:
@@ -198,7 +189,7 @@ def _overlaid(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[N
 
 
 class _Handed(torch.autograd.Function):
-    """Gradients that are there already, on their way through backward."""
+    """Sends computed gradients through backward, so that hooks see them."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *weights: Tensor) -> Tensor:
@@ -216,7 +207,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _refuse(graph: Any) -> None:
-    """A graph that the next step may not have."""
+    """Raise if the next step may need another graph."""
     for node in graph.graph.nodes:
         tags = node.target.tags if isinstance(node.target, OpOverload) else ()
         if torch.Tag.nondeterministic_seeded in tags:
@@ -229,7 +220,7 @@ def _refuse(graph: Any) -> None:
 
 
 def _sized_by_values(node: Any, tags: Any) -> bool:
-    """Indexing is so by masks only."""
+    """Whether values decide on the size of a result; indexing does so with masks only."""
     if torch.Tag.dynamic_output_shape not in tags or node.target is not torch.ops.aten.index.Tensor:
         return torch.Tag.dynamic_output_shape in tags
     kinds = [each.meta["tensor_meta"].dtype for each in node.args[1] if each is not None]
@@ -237,7 +228,7 @@ def _sized_by_values(node: Any, tags: Any) -> bool:
 
 
 def _overlap(gradients: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
-    """Whether a gradient lies where another or something else lies."""
+    """Whether a gradient shares memory with another tensor."""
     places = [(*_place(each), True) for each in gradients]
     places += [(*_place(each), False) for each in held]
     end_of_all = end_of_gradients = 0
@@ -250,7 +241,7 @@ def _overlap(gradients: Sequence[Tensor], held: Sequence[Tensor]) -> bool:
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    """The first byte and that after the last."""
+    """Return the first address of a tensor's memory and the one after the last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     reach = 1 + sum((size - 1) * stride for size, stride in pairs)
     first = tensor.data_ptr()
@@ -258,7 +249,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _packed(data: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same, of these tensors."""
+    """Rebuild the structure of `data` around these tensors."""
     if isinstance(data, dict):
         return {name: _packed(each, tensors) for name, each in data.items()}
     if isinstance(data, list | tuple):
@@ -266,24 +257,24 @@ def _packed(data: Any, tensors: Iterator[Tensor]) -> Any:
     return None if data is None else next(tensors)
 
 
-# --- operators that need not run each time are left out: the same bits ----------------------------
+# --- a shorter graph with the same bits -----------------------------------------------------------
 
 
 _aten = torch.ops.aten
-#: what depends on the shape of its argument alone
+#: operators whose result depends on the shape of the argument alone
 _SHAPED = (_aten.ones_like.default, _aten.zeros_like.default, _aten.full_like.default)
-#: on Linux there: torch gives products with transposed matrices to Arm's library, which takes 80 us
-#: and more and wakes its own threads, whatever torch is told
+#: on Linux there torch computes products with transposed matrices in Arm's library, which takes
+#: 80 us and more and uses threads of its own
 _ARM = platform.machine() == "aarch64"
 #: multiplications of a product that is faster with a copy of the matrix
 _SMALL = 1 << 18
 
 
 def trim(graph: Any) -> None:
-    """Run what depends on no input now, and what is computed twice once.
+    """Fold constants and join common subexpressions.
 
-    A graph that writes into a tensor in place stays as it is, but for products: then the same
-    operator on the same tensors may give something else.
+    Not in a graph that writes into tensors in place: there the same operator on the same tensors
+    may give another result.
     """
     if _ARM:
         _copy_transposed(graph)
@@ -297,7 +288,7 @@ def trim(graph: Any) -> None:
 
 
 def _copy_transposed(graph: Any) -> None:
-    """Small products with transposed matrices take copies, if that gives the same bits."""
+    """Copy the transposed matrix of small products, where that gives the same bits."""
     for node in list(graph.graph.nodes):
         if node.target is not _aten.mm.default or node.args[1].target is not _aten.t.default:
             continue
@@ -313,7 +304,7 @@ def _copy_transposed(graph: Any) -> None:
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether products of such shapes are the same with a copy: both add up in one order."""
+    """Whether products of such shapes are the same with a copied matrix, by a trial."""
     dice = torch.Generator().manual_seed(0)
     for _ in range(4):
         a = torch.randn(left.shape, generator=dice)
@@ -330,7 +321,7 @@ def _is_pure(node: Any) -> bool:
 
 
 def _fold(graph: Any, nodes: list[Any]) -> None:
-    """Operators on literals alone; their results become literals."""
+    """Replace operators on literals by their results."""
     values = {n: getattr(graph, n.target) for n in graph.graph.nodes if n.op == "get_attr"}
     for node in nodes:
         returned = any(user.op == "output" for user in node.users)  # and may be written to
@@ -355,13 +346,13 @@ def _fold(graph: Any, nodes: list[Any]) -> None:
 
 
 def _empty(node: Any) -> Tensor:
-    """Something of the shape that its result has."""
+    """Return an empty tensor of the shape of the node's result."""
     like = node.meta["val"]
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
 def _join(graph: Any) -> None:
-    """The same operator on the same arguments; a detached tensor is the tensor itself."""
+    """Join equal operators on equal arguments; drop `detach`."""
     known: dict[tuple[Any, str, str], Any] = {}
     for node in list(graph.graph.nodes):
         if node.op != "call_function":

@@ -1,8 +1,8 @@
-"""What a step of the user's own returns: results of metrics, and numbers that no metric holds.
+"""The logs of custom steps: results of metrics, and numbers that are no metric's.
 
-Each replica's metrics count on over its own rows, and what their result is for everybody shows when
-the counts have been added up. So it is noted which result a log came from, whatever it is called,
-and that metric is read again then. Any other number is averaged.
+Each replica's metrics count its own rows; their global result is known when the counts have been
+added up. So `Sources` notes which metric each log came from, whatever its name, and that metric is
+read again then. Any other number is averaged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import keras
 import torch
 from torch import Tensor
 
-#: between the keys of dicts inside of dicts
+#: separates the keys of nested dicts
 _INSIDE = "\x1f"
 
 
@@ -27,7 +27,7 @@ def has_own(model: Any, step: str) -> bool:
 
 
 def flat(logs: dict[str, Any]) -> dict[str, Any]:
-    """A metric's result may be a dict by itself, as that of all metrics given to `compile`."""
+    """Flatten nested logs: a metric's result may be a dict, as that of all metrics of `compile`."""
     found: dict[str, Any] = {}
     for key, value in logs.items():
         inside = flat(value) if isinstance(value, dict) else None
@@ -40,7 +40,7 @@ def flat(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(logs: dict[str, Any]) -> dict[str, Any]:
-    """What `flat` was given: Keras compares the outer keys with the names of the metrics."""
+    """Undo `flat`: Keras compares the outer keys with the names of the metrics."""
     found: dict[str, Any] = {}
     for path, value in logs.items():
         *outer, key = path.split(_INSIDE)
@@ -56,17 +56,17 @@ def number(value: Any) -> float:
 
 
 class Sources:
-    """Which metric's result each log of one kind of step is."""
+    """Knows which metric's result each log of one kind of step is."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._results: list[tuple[str, Any]] = []
-        #: by log: the results that it may be, none for a number that no metric holds
+        #: by log: the results that it may be; empty for a number that is no metric's
         self.known: dict[str, list[str]] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While a step is played: note what metrics are asked for."""
+        """Record the results that metrics return during a step."""
         self._results = []
         metrics = self._metrics()
         before = [metric.__dict__.get("result") for metric in metrics]
@@ -81,25 +81,25 @@ class Sources:
                     metric.__dict__["result"] = own
 
     def _metrics(self) -> list[Any]:
-        """In an order that is the same on all replicas."""
+        """Return all metrics, in an order that is the same on all replicas."""
         everything = (*self._model.metrics, *user_metrics(self._model))
         return list({id(metric): metric for metric in everything}.values())
 
     def _noting(self, place: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         def result(*args: Any, **kwargs: Any) -> Any:
             found = plain(*args, **kwargs)
-            if not args and not kwargs:  # otherwise it could not be asked again
+            if not args and not kwargs:  # with arguments it could not be read again
                 self._results += flat({str(place): found}).items()
             return found
 
         return result
 
     def note(self, logs: dict[str, Any]) -> dict[str, float]:
-        """What the step returned, before anybody else's counts are added to the metrics.
+        """Note a step's logs, before counts of other replicas are added to the metrics.
 
-        One that is a result itself is known at once. One that equals a result (`float` of it, say)
-        may be something else that happened to be equal, until it differs. Returns the values of
-        those that are not known at once.
+        A log that is the very object of a result comes from it. One that equals a result (`float`
+        of it, say) is taken for it until they differ. Returns the values of all other logs and of
+        those that are equal only.
         """
         numbers: dict[str, float] = {}
         for log, value in flat(logs).items():
@@ -116,20 +116,20 @@ class Sources:
         return numbers
 
     def _equal_to(self, value: float, known: list[str] | None) -> list[str]:
-        """The results with this value, of those that it may be."""
+        """Return the results with this value among those that a log may be."""
         if known == []:
             return []
         same = [source for source, result in self._results if _equal(result, value)]
         return same if known is None else [source for source in known if source in same]
 
     def join(self, others: dict[str, list[str]]) -> None:
-        """What another worker has seen."""
+        """Join the knowledge of another worker."""
         for log, theirs in others.items():
             mine = self.known.get(log, theirs)
             self.known[log] = [source for source in mine if source in theirs]
 
     def read(self, logs: Any) -> dict[str, Any]:
-        """Those of these logs that metrics hold, as the metrics say now."""
+        """Read the logs that are metrics from the metrics."""
         metrics, found = self._metrics(), {}
         for log in logs:
             if self.known.get(log):
@@ -164,23 +164,22 @@ def user_metrics(model: Any) -> list[Any]:
 
 
 class MetricStates:
-    """What the metrics of one copy of a model have counted. `tracker`: that of the loss, too."""
+    """The counts of the metrics of one copy of a model; `tracker`: with the loss."""
 
     def __init__(self, model: Any, *, tracker: bool) -> None:
         self._model = model
         self._apart = None if tracker else getattr(model, "_loss_tracker", None)
-        #: by variable: what it held when it began to count, which need not be nothing, since
-        #: `reset_state` of the user's own may leave it
+        #: by variable: its value after `reset_state`, which a custom metric may leave above 0
         self._bases: dict[int, Tensor] = {}
 
     def begin(self) -> None:
-        """They count from here on."""
+        """Reset the metrics and note their values."""
         type(self._model).reset_metrics(self._model)
         variables = [v for metric in self._model.metrics for v in metric.variables]
         self._bases = {id(v): v.value.detach().clone() for v in variables}
 
     def hand_over(self) -> list[list[Tensor]]:
-        """By metric, what it has counted; all begin anew."""
+        """Return the counts by metric, and reset all."""
         counts = [
             [v.value.detach() - self._bases.get(id(v), torch.zeros_like(v.value)) for v in each]
             for each in self._variables()
@@ -190,9 +189,9 @@ class MetricStates:
 
     @torch.no_grad()
     def add(self, counts: list[list[Tensor]]) -> None:
-        """What another copy has counted."""
+        """Add the counts of another copy."""
         for variables, parts in zip(self._variables(), counts, strict=True):
-            if parts:  # one that was never given anything may have no variables yet
+            if parts:  # a metric that was never updated may have no variables yet
                 for variable, part in zip(variables, parts, strict=True):
                     variable.value.add_(part.to(variable.value.device))
 
@@ -200,13 +199,13 @@ class MetricStates:
         return [metric.variables for metric in self._model.metrics if metric is not self._apart]
 
     def snapshot(self) -> dict[int, Tensor]:
-        """What the metrics hold now, for `take_back`."""
+        """Copy the metrics' variables, for `take_back`."""
         variables = self._model.metrics_variables
         return {id(v.value): v.value.detach().clone() for v in variables}
 
     @torch.no_grad()
     def take_back(self, before: dict[int, Tensor]) -> None:
-        """A step that does not count has not been counted."""
+        """Restore the metrics after a step that does not count."""
         for variable in self._model.metrics_variables:
             if id(variable.value) in before:
                 variable.value.copy_(before[id(variable.value)])

@@ -1,7 +1,7 @@
-"""Several captured steps, each with Adam's update, in one program without Python between them.
+"""Several captured steps, each with Adam's update, as one program of TorchScript.
 
-States (of metrics, of layers) go from step to step and are written into the model's at the end.
-The program is used if one step of it is the model's own step, and two at once are two, bit for bit.
+States of metrics and layers go from step to step and are written into the model's at the end. The
+program is used if one step of it equals Keras' step, and two at once equal two, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SMALL = 1 << 20
 
 
 class StepLoop:
-    """Steps of a scripted graph: what is `held`, weights first, and a batch in; gradients of all
-    weights and new values of what is `written` out."""
+    """Repeats a scripted step: from the tensors `held`, weights first, and a batch to the gradients
+    of all weights and the new values of the tensors `written`."""
 
     def __init__(
         self, step: Any, weights: list[Tensor], held: list[Tensor], written: list[Tensor]
@@ -35,37 +35,37 @@ class StepLoop:
         number = {id(each): i for i, each in enumerate(held)}
         self._places = [number[id(each)] for each in written]
         self._program: Any = None
-        #: by threads: how long two steps take, and what is there after one
-        self._foretold: dict[int, tuple[float, list[Tensor]]] = {}
-        #: what it was tried with, and what it runs with
+        #: by number of threads: how long two steps take, and all tensors after one
+        self._predicted: dict[int, tuple[float, list[Tensor]]] = {}
+        #: the number of threads of the process at the trial, and of the program
         self._given, self._threads = torch.get_num_threads(), 1
 
-    def foretell(self, batch: list[Tensor], update: PlannedUpdate) -> None:
-        """Say what the next step will do."""
+    def predict(self, batch: list[Tensor], update: PlannedUpdate) -> None:
+        """Make the next step on copies, with one thread and with all."""
         sizes = len(self._weights), len(self._held), len(batch)
         self._program = adam_loop(self._step, *sizes, self._places)
         for threads in {1, self._given}:
-            self._foretold[threads] = self._trial(threads, batch, update)
+            self._predicted[threads] = self._trial(threads, batch, update)
 
     def _trial(
         self, threads: int, batch: list[Tensor], update: PlannedUpdate
     ) -> tuple[float, list[Tensor]]:
         times = []
         with _on(threads), torch.inference_mode():
-            for _ in range(3):  # the first run makes the program
+            for _ in range(3):  # TorchScript optimizes the program after the first run
                 one, two = self._copies(update), self._copies(update)
                 begun = time.perf_counter()
                 self._run(two, [batch, batch], update.settings(2))
                 times.append(time.perf_counter() - begun)
                 self._run(one, [batch], update.settings(1))
-                foretold = [each.clone() for each in one]
+                predicted = [each.clone() for each in one]
                 self._run(one, [batch], update.settings(1, after=1))
                 if not _same(one, two):
                     raise ValueError("two steps at once give other numbers")
-        return min(times), foretold
+        return min(times), predicted
 
     def _copies(self, update: PlannedUpdate) -> list[Tensor]:
-        """What is held, and both moments."""
+        """Copy weights, states and both moments."""
         return [each.detach().clone() for each in (*self._held, *update.first, *update.second)]
 
     def _run(self, on: list[Tensor], batches: list[list[Tensor]], settings: Any) -> None:
@@ -75,22 +75,23 @@ class StepLoop:
         for place, state in zip(self._places, states, strict=True):
             on[place] = state
 
-    def told(self, update: PlannedUpdate) -> bool:
-        """Whether the step has done what was foretold, with as many threads as are fastest then."""
-        real, tried, self._foretold = self._copies(update), self._foretold, {}
-        right = {n: took for n, (took, foretold) in tried.items() if _same(foretold, real)}
+    def was_right(self, update: PlannedUpdate) -> bool:
+        """Whether Keras' step has done what was predicted; takes the fastest number of threads that
+        was right."""
+        real, tried, self._predicted = self._copies(update), self._predicted, {}
+        right = {n: took for n, (took, predicted) in tried.items() if _same(predicted, real)}
         self._threads = min(right, key=lambda n: right[n], default=1)
         return bool(right)
 
-    def follows(self, update: PlannedUpdate) -> bool:
-        """Whether the update is of these weights, nobody listens to their gradients, and threads
-        are as they were."""
-        heard = any(getattr(weight, kind) for weight in self._weights for kind in TENSOR_HOOKS)
+    def is_usable(self, update: PlannedUpdate) -> bool:
+        """Whether the update is of these weights, they have no hooks, and the process has as many
+        threads as in the trial."""
+        hooked = any(getattr(weight, kind) for weight in self._weights for kind in TENSOR_HOOKS)
         as_tried = torch.get_num_threads() == self._given
-        return as_tried and not heard and update.is_of(self._weights)
+        return as_tried and not hooked and update.is_of(self._weights)
 
     def run(self, batches: Sequence[list[Tensor]], update: PlannedUpdate) -> bool:
-        """The steps of these batches; False, with nothing done, where one of them fails."""
+        """Make the steps of these batches; returns False, with all put back, if one fails."""
         moving = [*self._weights, *self._written, *update.states]
         settings = update.settings(len(batches))
         with _on(self._threads), torch.inference_mode():  # no operator looks for autograd
@@ -116,7 +117,7 @@ class StepLoop:
 
 @contextmanager
 def _on(threads: int) -> Iterator[None]:
-    """For a small operator it takes longer to wake a second thread than to run."""
+    """Run with so many threads: waking a second one takes longer than a small operator."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -133,12 +134,12 @@ def _same(some: list[Tensor], others: list[Tensor]) -> bool:
 #
 # The numbers are those of `Optimizer.apply` with the fused step, bit for bit. What `apply` asks
 # each time (is a gradient clipped, a weight decayed or constrained, are averages kept?) is asked
-# once: a plan is made anew whenever somebody may have changed something. The learning rate is read
+# once: a plan is made again whenever the model may have been changed. The learning rate is read
 # each time.
 
 
-#: settings that give `apply` something to do beside the step
-_BESIDE = (
+#: settings with which `apply` does more than the step
+_MORE_THAN_STEP = (
     "clipnorm",
     "clipvalue",
     "global_clipnorm",
@@ -150,7 +151,7 @@ _BESIDE = (
 
 
 class PlannedUpdate:
-    """One optimizer's step on these variables."""
+    """The step of Keras' Adam on fixed variables."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
         places = [optimizer._get_variable_index(v) for v in variables]
@@ -164,12 +165,12 @@ class PlannedUpdate:
 
     @classmethod
     def of(cls, optimizer: Any, variables: Sequence[Any]) -> PlannedUpdate | None:
-        """None where `apply` does more, or where its fused step would not be taken."""
+        """Return None if `apply` would do more, or would not take the fused step."""
         own = vars(optimizer)
         other = [name for name in own if callable(getattr(type(optimizer), name, None))]
         if other != [STEP] or not optimizer.built or not variables:
             return None
-        if any(getattr(optimizer, name, None) not in (None, False) for name in _BESIDE):
+        if any(getattr(optimizer, name, None) not in (None, False) for name in _MORE_THAN_STEP):
             return None
         known = optimizer._trainable_variables_indices
         if any(id(v) not in known for v in variables):
@@ -181,7 +182,7 @@ class PlannedUpdate:
         return cls(optimizer, variables) if is_plain([v.value for v in variables]) else None
 
     def apply(self, gradients: list[Tensor | None]) -> bool:
-        """Make the step; False, with nothing done, where that is for the optimizer to do."""
+        """Make the step; returns False, with nothing done, if the optimizer has to make it."""
         if "apply" in vars(self._optimizer) or not is_plain(gradients):
             return False
         time = int(self._count) + 1
@@ -194,17 +195,17 @@ class PlannedUpdate:
     # --- several steps in one program ---------------------------------------------------------
 
     def is_of(self, weights: Sequence[Tensor]) -> bool:
-        """Whether it updates these, and nobody else makes the update."""
+        """Whether it updates these weights, and `apply` is the optimizer's own."""
         alike = all(a is b for a, b in zip(self._tensors, weights, strict=True))
         return alike and "apply" not in vars(self._optimizer)
 
     @property
     def states(self) -> list[Tensor]:
-        """What the optimizer writes beside the weights."""
+        """The optimizer's state: both moments and the number of steps."""
         return [*self.first, *self.second, self._count]
 
     def settings(self, steps: int, after: int = 0) -> Any:
-        """Of so many steps from now, or after some: step numbers, rate, betas, epsilons."""
+        """Step numbers, rate, betas and epsilons of so many steps, the first `after` some more."""
         adam, time = self._optimizer, int(self._count) + 1 + after
         numbers = range(time, time + steps)
         times = torch.arange(time, time + steps).to(self._time)
@@ -212,5 +213,5 @@ class PlannedUpdate:
         return list(times.unbind()), float(self._rate), adam.beta_1, adam.beta_2, epsilons
 
     def count(self, steps: int) -> None:
-        """So many steps were made."""
+        """Note that so many steps were made."""
         self._count.add_(steps)

@@ -1,11 +1,16 @@
-"""A worker of parameter servers: tickets in, gradients out, nothing updated here.
+"""A worker of parameter servers: computes gradients of tickets; the servers update the weights.
 
-The model's own `train_step` is played on the rows of a ticket. Where it hands its gradients to the
-optimizer, they are committed to the servers instead, which decide whether they count; if they do
-not, what the metrics have counted on these rows is taken back.
+`TicketWorker` asks the coordinator for tickets. For each of them `TicketStep` runs the model's own
+`train_step` on the ticket's rows:
 
-Where a worker has several devices they share every ticket: the first of them is the worker, and
-says a verb to the others; gradients are added up in backward, and the first commits the sum.
+    _loss_tracker.update_state    replaced: notes the loss; backward begins
+    backward                      `KerasSession` puts each finished gradient into the outbox
+    optimizer.apply               replaced: commits; the coordinator says whether it counts
+    after the step                if it does not, the metrics' counts of it are taken back
+
+Several devices of one worker share every ticket, each with a `TicketStep` of its own: the first is
+the worker and tells the others each verb. All call `apply`, which is collective then: gradients
+were all-reduced in backward, and the first device pushes the sum.
 """
 
 from __future__ import annotations
@@ -37,15 +42,15 @@ from stratagem.training.settings import Settings
 
 
 def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
-    """The copy of a worker, or of one of its devices."""
+    """Return the adapter of a worker, or of one of its devices."""
     part = SharedPart(replica) if in_group(replica) else BatchPart(replica)
     return KerasAdapter(model, part, updates=False)
 
 
 class TicketStep:
-    """A training step of one device of a worker; bound to one model for one training.
+    """The training step of one device of a worker, for one training.
 
-    Of another device than the first there is no session: it has added its gradients already.
+    `session` is None on all devices but the first, which alone pushes to the servers.
     """
 
     def __init__(self, adapter: KerasAdapter, session: KerasSession | None = None) -> None:
@@ -58,31 +63,31 @@ class TicketStep:
         self._exchange: GradientExchange | None = None
         self._committer: Committer | None = self.push
         if in_group(adapter.replica):
-            #: the type of the wire is for what goes to the servers
+            # between devices gradients are not rounded: the wire's type is for pushes
             reducer = setup.choose_reducer(self.params, adapter.replica, Settings())
             exchange = GradientExchange(named, adapter.replica, reducer, every_backward=True)
             exchange.armed = False
             if session is not None:
-                session.cancels = False  # the other devices would wait for the first
+                session.cancels = False  # a broken-off backward would leave the devices waiting
                 exchange.after = session.added_up
             self._exchange = exchange
             self._committer = GroupedCommitter(exchange, adapter.replica, self.push)
-        #: whether a step is under way; whether it has handed its gradients over
-        self._open = self._handed = False
+        #: whether a step runs, and whether it has committed
+        self._open = self._committed = False
         self._loss: float | None = None
-        #: whether the model's own tracker was told of a loss that the servers add up
+        #: whether the loss is Keras' own, so that the servers' sum of it is the tracker's value
         self.tracked = False
-        #: numbers that the last step of the user's own returned: their mean over the rows
+        #: logs of the last step of a custom `train_step`: means over the rows
         self.numbers: dict[str, float] = {}
         self._counted = False
         self._edition = 0
         self._tracker = getattr(self.model, "_loss_tracker", None)
         self.model.optimizer.__dict__["apply"] = self._apply
         if self._tracker is not None:
-            self._tracker.__dict__["update_state"] = self._listening(self._tracker)
+            self._tracker.__dict__["update_state"] = self._noting_loss(self._tracker)
 
     def close(self) -> None:
-        """The optimizer is the user's own again."""
+        """Give the optimizer and the loss tracker their own methods back."""
         self.model.optimizer.__dict__.pop("apply", None)
         if self._tracker is not None:
             self._tracker.__dict__.pop("update_state", None)
@@ -90,7 +95,7 @@ class TicketStep:
             self._exchange.close()
 
     def train(self, payload: Any) -> bool:
-        """Compute on the rows of a ticket, and commit; returns whether they count."""
+        """Compute and commit the gradient of a ticket; returns whether it counts."""
         adapter, data = self.adapter, payload["rows"]
         self._follow_changes(payload.get("news"))
         before = adapter.metrics.snapshot()
@@ -98,7 +103,7 @@ class TicketStep:
             setup.spread(self.params, adapter.replica)
             self._exchange.armed = True
         self._part.begin(count_rows(data), int(payload["total"]))
-        self._open, self._handed, self._counted, self._loss = True, False, False, None
+        self._open, self._committed, self._counted, self._loss = True, False, False, None
         try:
             self._play(data)
         except Late:
@@ -123,7 +128,7 @@ class TicketStep:
                 "train_step wrote to weights that are trained, and the servers do not see that; "
                 "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
             )
-        if not self._handed:
+        if not self._committed:
             raise NotDistributable(
                 "train_step did not hand its gradients to self.optimizer.apply, so nothing came "
                 "to the servers; call loss.backward(), then self.optimizer.apply(gradients, "
@@ -142,28 +147,28 @@ class TicketStep:
             param.grad = None
 
     def _apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """In the place of the optimizer's `apply`."""
-        if not self._open or self._handed:
+        """Commit, in place of the optimizer's `apply`."""
+        if not self._open or self._committed:
             raise UsageError(
                 "optimizer.apply was called outside of train_step, or twice in it; with parameter "
                 "servers each batch makes one gradient, of a batch that this worker was dealt."
             )
-        self._handed = True
+        self._committed = True
         variables = trainable_variables
         if variables is None:
             variables = self.model.optimizer._trainable_variables
         given = {id(v.value): g for v, g in zip(variables, grads, strict=True)}
         if self.session is not None:
             for i, param in enumerate(self.session.params):
-                self._give(self.session, i, param, given.get(id(param)))
+                self._put_gradient(self.session, i, param, given.get(id(param)))
         assert self._committer is not None
         notes = self._part.notes(self.model, self._loss or 0.0)
         self._counted = self._committer.commit(notes).counted
 
-    def _give(self, session: KerasSession, index: int, param: Any, grad: Any) -> None:
-        """See to it that this gradient is what the servers get."""
+    def _put_gradient(self, session: KerasSession, index: int, param: Any, grad: Any) -> None:
+        """Put the gradient given to `apply` into the outbox, unless it is the one of backward."""
         if grad is not None and (id(grad), grad._version) == session.made[index]:
-            return  # as backward made it, and it is there already
+            return
         if not self._part.whole and grad is not None:
             raise NotDistributable(
                 "train_step changed the gradients before it handed them to the optimizer, and "
@@ -173,7 +178,7 @@ class TicketStep:
         param.grad = None if grad is None else grad.detach()
         session.worker.memory.take(index)
 
-    def _listening(self, tracker: Any) -> Callable[..., Any]:
+    def _noting_loss(self, tracker: Any) -> Callable[..., Any]:
         def update_state(values: Any, sample_weight: Any = None) -> Any:
             if self._open:
                 self._loss = float(torch.as_tensor(values).detach())
@@ -186,7 +191,7 @@ class TicketStep:
         return update_state
 
     def _follow_changes(self, news: Any) -> None:
-        """Take over what was changed on the chief; it says the last of each."""
+        """Take over the values and attributes that callbacks have changed on the chief."""
         if news is not None and news["edition"] > self._edition:
             self._edition = news["edition"]
             self.adapter.follow(news["attributes"])
@@ -194,7 +199,7 @@ class TicketStep:
 
 
 class TicketWorker:
-    """One worker at work on a Keras model, for one training."""
+    """Works on the tickets of one training; the first device of its worker."""
 
     def __init__(self, adapter: KerasAdapter, session: KerasSession) -> None:
         self.adapter, self.session, self.worker = adapter, session, session.worker
@@ -204,7 +209,7 @@ class TicketWorker:
             self._tell("begin", {**session.told, "worker": self.worker.index})
             setup.spread(kept(adapter.model), adapter.replica)
         self.step = TicketStep(adapter, session)
-        #: what the last step that counts returned
+        #: the logs of the last step that counts
         self.logs: Any = None
         self._epoch = 0
         self.begin()
@@ -213,13 +218,13 @@ class TicketWorker:
         self.step.close()
 
     def begin(self) -> None:
-        """Nothing of what is counted from now on has been reported."""
+        """Begin the counts of the next report."""
         self._worked, self.step.tracked = 0, False
         self._sums: dict[str, list[float]] = {}
         self._base = [v.value.detach().clone() for v in self._tracked()]
 
     def follow(self) -> Any:
-        """Work until the chief ends the training; returns what it tells."""
+        """Work until the chief ends the training; returns its last message."""
         self.adapter.model.train()
         while True:
             work = self.worker.next()
@@ -233,9 +238,9 @@ class TicketWorker:
                 self.do(work)
 
     def do(self, work: Assignment) -> None:
-        """Compute on the rows of a ticket, with all devices, and hand in."""
+        """Compute and commit the gradient of a ticket, with all devices."""
         if work.epoch != self._epoch:
-            if self._worked and not self.worker.is_chief:  # it was absent when the last one ended
+            if self._worked and not self.worker.is_chief:  # absent when the last epoch ended
                 self._tell("reset")
                 self.adapter.metrics.begin()
                 self.begin()
@@ -250,20 +255,20 @@ class TicketWorker:
             self._add_up(examples)
 
     def _tell(self, verb: str, *arguments: Any) -> None:
-        """The other devices of this worker."""
+        """Tell the other devices of this worker a verb."""
         if self._devices is not None:
             self._devices.tell(verb, *arguments)
 
     def _add_up(self, examples: int) -> None:
-        """For the mean of what steps returned; a worker alone has a last one, as one device."""
-        if self.session.plan.workers == 1:
+        """Sum the step's logs for their mean over the epoch."""
+        if self.session.plan.workers == 1:  # the last step's, as on one device
             self._sums = {}
         for log, number in self.step.numbers.items():
             total, weight = self._sums.get(log, (0.0, 0.0))
             self._sums[log] = [total + number * examples, weight + examples]
 
     def report(self) -> dict[str, Any]:
-        """What was counted since the last report; other workers than the chief hand it over."""
+        """Return the counts since the last report; workers but the chief hand theirs over."""
         if self._devices is not None:
             self._tell("drain")
             self.adapter.drain()
@@ -287,7 +292,7 @@ class TicketWorker:
 
     @torch.no_grad()
     def merge(self, reports: list[Any], loss: float, examples: int) -> None:
-        """As the chief: add what the others have counted to what was counted here."""
+        """As the chief: add the counts of the other workers to those of this one."""
         for report in reports:
             if report["counts"] is not None:
                 self.adapter.metrics.add(report["counts"])
@@ -302,7 +307,7 @@ class TicketWorker:
 
 
 def assist(seat: FollowerModel, replica: Replica) -> None:
-    """As another device than the first: do what the first says until it says that all is done."""
+    """Serve the first device's verbs, as another device of a worker, until the training ends."""
     loop = CommandLoop(replica.collective)
     verb, arguments = loop.hear()
     if verb == END:
@@ -327,7 +332,7 @@ def assist(seat: FollowerModel, replica: Replica) -> None:
 
 
 def attend(worker: Client, model: Any, settings: Settings, replica: Replica) -> Any:
-    """As another worker than the chief: take part until it ends the training; its result."""
+    """Take part in a training as a worker that is not the chief; returns the chief's result."""
     adapter = adapter_of(model, replica)
     try:
         session = KerasSession(worker, adapter, settings)
@@ -336,11 +341,11 @@ def attend(worker: Client, model: Any, settings: Settings, replica: Replica) -> 
     if session.over is not None:
         last = session.take_last(session.over) or {}
     else:
-        hand = TicketWorker(adapter, session)
+        ticket_worker = TicketWorker(adapter, session)
         try:
-            last = hand.follow() or {}
+            last = ticket_worker.follow() or {}
         finally:
-            hand.close()
+            ticket_worker.close()
     if "states" in last:
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)

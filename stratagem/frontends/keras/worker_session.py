@@ -1,4 +1,8 @@
-"""A training of a Keras model with parameter servers, on one worker."""
+"""The session of one worker in the training of a Keras model with parameter servers.
+
+It maps Keras' variables and optimizer to what servers keep, and puts each gradient that backward
+finishes into the outbox. `TicketStep` (worker.py) commits them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from stratagem.training.settings import Served, Settings
 
 
 class Dismissed(Exception):
-    """The training was over before it began; `told` is what the chief says of it."""
+    """The training has no step; `told` is the chief's result."""
 
     def __init__(self, told: Any) -> None:
         super().__init__("a training without a step")
@@ -28,9 +32,9 @@ class Dismissed(Exception):
 
 
 class KerasSession(Session):
-    """Keras' variables and optimizer where others have torch's.
+    """A session over Keras' variables and optimizer.
 
-    `told` is what the chief tells the others, so that their models become like its own.
+    `told` is the chief's description of its model, which the other workers' models adopt.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class KerasSession(Session):
         told: dict[str, Any] | None = None,
     ) -> None:
         self.adapter, optimizer = adapter, adapter.model.optimizer
-        #: by variable: the gradient that backward made, and how often it had been written to
+        #: by variable: id and version of the gradient in the outbox, to see later changes of it
         self.made: list[tuple[int, int] | None] = []
         assert settings.served is not None
         super().__init__(
@@ -58,7 +62,7 @@ class KerasSession(Session):
         model = self.adapter.model
         self.params, self.beside = [], []
         if not model.built:
-            return  # it is built from the chief's first example
+            return  # `become` builds it, from the chief's first example
         self.adapter.arrive()
         self.variables = list(model.trainable_variables)
         self.params = [v.value for v in self.variables]
@@ -77,7 +81,7 @@ class KerasSession(Session):
         roll_dice(self.adapter.model, self.told["seed"], self.worker.index)
 
     def last_words(self, result: Any) -> dict[str, Any]:
-        """As the chief: what the others need besides the weights."""
+        """As the chief: the result and the optimizer's state, for the other workers."""
         return {"result": result, "states": keras_recipe.states(self.optimizer, self.variables)}
 
     def _recipe(self) -> OptimizerRecipe:
@@ -91,7 +95,7 @@ class KerasSession(Session):
         keras_recipe.restore(self.optimizer, self.variables, given)
 
     def _read_last(self) -> None:
-        """It is here, and a callback may have changed it since."""
+        """The chief has read the weights already, and a callback may have changed them since."""
 
     def settings(self) -> list[dict[str, Any]]:
         return [{"config": keras_recipe.settings(self.optimizer)}]
@@ -106,7 +110,7 @@ class KerasSession(Session):
         return ready
 
     def added_up(self) -> None:
-        """Several devices have added up their gradients: what they have now is backward's."""
+        """Note the gradients anew after the all-reduce between devices of this worker."""
         grads = [param.grad for param in self.params]
         self.made = [None if grad is None else (id(grad), grad._version) for grad in grads]
 
@@ -116,14 +120,14 @@ class KerasSession(Session):
 
 
 def refuse(model: Any) -> None:
-    """One sentence for an optimizer that servers cannot run, before anybody is asked to work."""
+    """Raise for an optimizer that servers cannot run, before workers are called."""
     variables = model.trainable_variables if model.built else []
     keras_recipe.describe(model.optimizer, variables)
     _clip_norm(model.optimizer)
 
 
 def _clip_norm(optimizer: Any) -> float | None:
-    """The limit of the whole gradient's norm, as gradients come to the servers: scaled."""
+    """Return `global_clipnorm` in units of the servers' gradients, which have the loss scale."""
     limit = optimizer.global_clipnorm
     if not limit or limit <= 0:
         return None
@@ -136,7 +140,7 @@ def _clip_norm(optimizer: Any) -> float | None:
 
 
 def dismiss(worker: Client, served: Served, told: Any) -> None:
-    """As the chief: a training without a single step is over before it begins."""
+    """As the chief: open and finish a training that has no step."""
     number = worker.fits
     worker.fits += 1
     pieces = partition([(1,)], 4, served.servers, None)

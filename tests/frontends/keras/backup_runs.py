@@ -27,7 +27,7 @@ STEPS = -(-ROWS // BATCH)
 
 
 class After(keras.callbacks.Callback):  # type: ignore[misc]
-    """Does something after so many batches of this process."""
+    """Calls a function after a number of batches."""
 
     def __init__(self, count: int, act: Callable[[], Any]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def train(
     act: Any = None,
     draws: bool = True,
 ) -> dict[str, Any]:
-    """Train to the end; what came of it."""
+    """Train to the end; returns weights, history and random numbers."""
     keras.utils.set_random_seed(7)
     with strategy.scope(check=False):
         layers = keras.layers

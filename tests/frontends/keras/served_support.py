@@ -17,14 +17,14 @@ _made: list[sg.ParameterServerStrategy] = []
 def served(
     updates: Any = None, workers: int = 2, ps: int = 1, **options: Any
 ) -> sg.ParameterServerStrategy:
-    """One cluster for all tests that need nothing else, used again and again."""
+    """Return the cluster that tests without other needs share."""
     cluster = sg.LocalCluster(workers=workers, ps=ps)
     _made.append(sg.ParameterServerStrategy(cluster, updates=updates, **options))
     return _made[-1]
 
 
 def close_served() -> None:
-    """End every cluster that is left."""
+    """Close all clusters."""
     served.cache_clear()
     while _made:
         _made.pop().close()

@@ -1,4 +1,4 @@
-"""BackupAndRestore goes on with the next batch, and nobody can tell."""
+"""BackupAndRestore resumes with the next batch: the result is that of an unbroken training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Ended(Exception):
-    """What a callback raises."""
+    """Raised by a callback to end a training."""
 
 
 def end() -> None:
@@ -91,7 +91,7 @@ def start(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_killed_in_mid_epoch(tmp_path: Path) -> None:
-    """Everything is ended by SIGKILL; the same script goes on."""
+    """All processes are killed; the same script resumes."""
     folder = tmp_path / "run"
     assert start(2, folder, STEPS + 4).returncode == -signal.SIGKILL
     for path in (folder, tmp_path / "alone"):

@@ -42,7 +42,7 @@ def fitted(scope: Scope, made: Any, **more: Any) -> Any:
 
 
 class AtStep(cb.Callback):
-    """Does something before one certain step."""
+    """Calls a function before one step."""
 
     def __init__(self, step: int, act: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A captured step gives what plain Keras gives on one device, and is forgotten if it would not."""
+"""A captured step equals that of plain Keras on one device, and is dropped if it would not."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_captured_step_is_that_of_plain_keras(runs: Runs, case: str) -> None:
 
 
 class Changes(keras.callbacks.Callback):  # type: ignore[misc]
-    """Does something once, before a step in the middle of an epoch."""
+    """Calls a function once, before a step in the middle of an epoch."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def test_what_callbacks_change_in_an_epoch_counts_at_once(runs: Runs, change: An
 
 
 class AtEpoch(keras.callbacks.Callback):  # type: ignore[misc]
-    """Does something before the second epoch, when steps are captured."""
+    """Calls a function before the second epoch, when steps are captured."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def test_a_graph_with_other_numbers_is_not_used(
 
 
 def captured_here() -> int:
-    """In this process, how many graphs are in use."""
+    """Count the graphs in use in this process."""
     found = [each for each in gc.get_objects() if type(each) is captured_step.CapturedStep]
     return sum(graph is not None for each in found for graph in each._graphs.values())
 

@@ -115,7 +115,7 @@ class Kills(keras.callbacks.Callback):
 
 
 class BatchLogs(keras.callbacks.Callback):
-    """Looks at the logs of each batch, so that they are exact."""
+    """Reads the logs of each batch, so that they are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class BatchLogs(keras.callbacks.Callback):
 
 
 class Slow(keras.losses.Loss):
-    """Leaves time to be killed."""
+    """Sleeps after each batch, so that a process can be killed."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         time.sleep(0.02)
@@ -277,7 +277,7 @@ def test_the_last_moment_and_other_calls() -> None:
 
 
 class Mistake(keras.losses.Loss):
-    """Raises on the followers, which would come again."""
+    """Raises an exception on the followers, which is not a loss of a replica."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         if sg.current_replica().index:
@@ -348,7 +348,7 @@ def scripts() -> Iterator[Nursery]:
 
 
 def test_workers_leave_and_join(scripts: Nursery, tmp_path: Path) -> None:
-    """One dies; the chief, which is alone then, takes it back when it is started again."""
+    """A replica dies; the chief goes on alone, and the replica joins again when it is restarted."""
     epochs = 60
     cluster = Cluster(scripts, tmp_path, 2)
     source = WORKER.format(kind=None, epochs=epochs)

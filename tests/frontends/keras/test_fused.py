@@ -50,7 +50,7 @@ def test_steps_are_those_of_keras(make: Any) -> None:
 
 
 class Own(keras.optimizers.Adam):
-    """Somebody's own step must not be replaced."""
+    """A custom step is not replaced."""
 
 
 @pytest.mark.parametrize(

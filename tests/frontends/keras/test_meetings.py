@@ -1,4 +1,4 @@
-"""Keras models whose replicas meet now and then."""
+"""Keras models with `sync=`: replicas average their weights now and then."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def trained(count: int | None, epochs: int = 1, **fit: Any) -> Any:
 
 
 def load(path: Any, count: int | None) -> Any:
-    """As a user would: inside a scope, or without any."""
+    """Load a model inside a scope, or without one."""
     with spread(count).scope() if count is not None else nullcontext():
         return keras.models.load_model(path)
 
@@ -471,7 +471,7 @@ def test_weights_of_plain_keras_loaded_between_two_fits(whole: Path, tmp_path: P
 
 
 class At(keras.callbacks.Callback):
-    """Does something after a step."""
+    """Calls a function after a step."""
 
     def __init__(self, step: int, what: Callable[[Any], object]) -> None:
         super().__init__()
@@ -493,7 +493,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [2, 3])
 def test_from_a_callback(way: str, count: int, whole: Path, tmp_path: Path) -> None:
-    """The file of that very step, and training goes on as if nobody had looked."""
+    """The file has the weights of that step, and saving does not change the training."""
     name, save = WAYS[way]
     here, there = tmp_path / name, tmp_path / f"plain.{name}"
     trained(None, callbacks=[At(3, lambda model: save(model, there))])

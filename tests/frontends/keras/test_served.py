@@ -67,7 +67,7 @@ def same_answer(
 @pytest.mark.parametrize("place", ["central", "1 ps", "2 ps"])
 @pytest.mark.parametrize("rule", RULES)
 def test_digits(rule: str, place: str) -> None:
-    """At least 95% on rows that were not trained on; books that balance; every example counted."""
+    """95% accuracy on unseen rows; balanced counts of gradients; every example counted."""
     x, y, held_x, held_y = handwriting()
     workers = 3 if rule == "spares" else 2
     strategy: Any = (
@@ -113,7 +113,7 @@ def check_books(stats: Any, rule: str, epochs: int, iterations: int) -> None:
 
 
 def check_history(history: Any, stats: Any, epochs: int) -> None:
-    """What the books say at the end is what the epochs say together."""
+    """The totals at the end are the sums of the epochs."""
     assert all(len(history[name]) == epochs for name in BOOKS)
     assert sum(history["updates"]) == stats.updates and sum(history["dropped"]) == stats.dropped
     ages: Counter[int] = Counter()

@@ -105,7 +105,7 @@ def test_a_learning_rate_for_each_batch() -> None:
 
 
 class Watching(keras.callbacks.Callback):
-    """Sees the numbers of every step, and changes things between them."""
+    """Reads the logs of every step, and changes the model between steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def test_asynchronous_callbacks_read_and_write_at_the_end_of_an_epoch() -> None:
 
 @pytest.mark.timeout(120)
 def test_what_callbacks_change_does_not_pile_up() -> None:
-    """Tickets bring the last value of each attribute, not all that there have been."""
+    """Tickets have the newest value of each attribute only."""
     seen: list[int] = []
 
     class Annealing(keras.callbacks.Callback):
@@ -271,7 +271,7 @@ def test_what_callbacks_change_does_not_pile_up() -> None:
 
 
 class Own(keras.Model):
-    """A step of one's own, with numbers of its own."""
+    """A custom step with logs that are no metrics."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -394,7 +394,7 @@ class OwnStep(keras.Model):
 
 
 class Spectral(layers.Layer):
-    """Keeps something in mind at every call."""
+    """Writes a state at every call."""
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)

@@ -1,4 +1,4 @@
-"""What steps of one's own return is, in the history, what plain Keras on one device has there."""
+"""The history of custom steps is that of plain Keras on one device."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Inside(Guided):
 
 
 class Renaming(Base):
-    """Keras' own step, and logs of one's own."""
+    """Keras' own step with custom logs."""
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         logs = super().compute_metrics(x, y, y_pred, sample_weight)

@@ -123,7 +123,7 @@ WORKER = """
 
 
 def line_of(task: subprocess.Popen[str], start: str) -> str:
-    """The next line of its output that begins so."""
+    """Return the next output line with this prefix."""
     assert task.stdout is not None
     seen = []
     for line in task.stdout:
