@@ -225,7 +225,7 @@ def groups(host: str, size: int) -> tuple[list[ProcessGroup], list[socket.socket
 def test_the_port_of_gloo_is_shut(
     host: str, size: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutting, "_told", threading.Event())
+    monkeypatch.setattr(shutting, "_warned", threading.Event())
     made, ports = groups(host, size)
     assert len(ports) == size and "stays open" not in caplog.text
     for port in ports:
@@ -237,7 +237,7 @@ def test_the_port_of_gloo_is_shut(
 def test_a_kernel_that_cannot_shut_a_port_is_told_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutting, "_told", threading.Event())
+    monkeypatch.setattr(shutting, "_warned", threading.Event())
     monkeypatch.setattr(shutting, "_SO_ATTACH_FILTER", 12345)  # one that no kernel has
     made, ports = groups("127.0.0.1", 2)
     numbers = [port.getsockname()[1] for port in ports]
