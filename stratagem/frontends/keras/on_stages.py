@@ -151,15 +151,9 @@ class StageSteps(ReplicaSteps):
     # --- planning ---------------------------------------------------------------------------
 
     def _begin(self, data: Any, total: int) -> Stage:
-<<<<<<< HEAD
-        """Measure and split, with the first batch at hand. Collective."""
-        model = self.adapter.model
-        model._symbolic_build(data_batch=data)  # metrics, also where nothing is counted
-=======
         """Measure the layers with the first batch, and split the model. Collective."""
-        model, replica = self.adapter.model, self._grid.place
+        model = self.adapter.model
         model._symbolic_build(data_batch=data)  # builds metrics, also on stages without them
->>>>>>> w-keras
         self._trainable = trainable(model)
         self._bring_home()
         if self._home is None:
