@@ -16,10 +16,9 @@ All settings are frozen dataclasses that travel as plain dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import sqrt
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.errors import UsageError
 
@@ -34,27 +33,14 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """Its settings as plain values."""
         return {"kind": type(self).__name__} | {
-            field.name: getattr(self, field.name) for field in fields(self)
+            field.name: _plain(getattr(self, field.name)) for field in fields(self)
         }
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote; a name that is not known is refused."""
-        return cls(**settings(plain, cls.__name__, {field.name for field in fields(cls)}))
 
-
-def settings(plain: Mapping[str, Any], kind: str, known: set[str]) -> dict[str, Any]:
-    """The settings in `plain`, which must be those of a `kind`."""
-    given = dict(plain)
-    if given.pop("kind", None) != kind:
-        raise UsageError(f"{plain!r} does not describe a {kind}; its kind must be {kind!r}.")
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UsageError(
-            f"{kind} has no setting {', '.join(map(repr, unknown))}; "
-            f"it has {', '.join(sorted(known)) or 'none'}. Do all tasks run one version?"
-        )
-    return given
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.to_json() if isinstance(value, Record) else value
 
 
 def whole(what: str, value: object, least: int) -> None:
@@ -123,17 +109,6 @@ class Policy(Record):
     def step_norm(self) -> StepNorm:
         """What is to keep the usual length of an update for it."""
         return StepNorm()
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """A policy of any kind; on a subclass, of that kind."""
-        found = _KINDS.get(str(plain.get("kind")))
-        if found is None or not issubclass(found, cls):
-            raise UsageError(
-                f"there is no {cls.__name__} of the kind {plain.get('kind')!r}; "
-                f"there are {', '.join(k for k, v in _KINDS.items() if issubclass(v, cls))}."
-            )
-        return found(**settings(plain, found.__name__, set(found().to_json()) - {"kind"}))
 
 
 @dataclass(frozen=True, init=False)
@@ -271,11 +246,6 @@ class StepNorm:
         self._empty = False
 
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (LowerRate, Drop, ScaleDown, DelayCompensated, GapAware)
-}
-
-
 @dataclass(frozen=True)
 class Synchronous(Record):
     """Everybody works on the same version; an update is made of all, or of the first, of them.
@@ -326,27 +296,32 @@ class Asynchronous(Record):
         whole("buffer of Asynchronous", self.buffer, 1)
         flag("requeue of Asynchronous", self.requeue)
 
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "staleness": [policy.to_json() for policy in self.staleness],
-            "warmup": self.warmup and self.warmup.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        given = settings(plain, cls.__name__, set(cls.__dataclass_fields__))
-        if "staleness" in given:
-            given["staleness"] = [Policy.from_json(each) for each in given["staleness"]]
-        if given.get("warmup") is not None:
-            given["warmup"] = Ramp.from_json(given["warmup"])
-        return cls(**given)
-
 
 Updates = Synchronous | Asynchronous
 
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Synchronous, Asynchronous, Ramp),
+        *(LowerRate, Drop, ScaleDown, DelayCompensated, GapAware),
+    )
+}
 
-def from_json(plain: Mapping[str, Any]) -> Updates:
-    """Either kind of updates from what `to_json` wrote."""
-    if plain.get("kind") == "Synchronous":
-        return Synchronous.from_json(plain)
-    return Asynchronous.from_json(plain)
+
+def from_json(plain: Any) -> Any:
+    """Return what `to_json` wrote, records inside of records, too."""
+    if isinstance(plain, list):
+        return [from_json(each) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    settings = {name: from_json(value) for name, value in plain.items()}
+    kind = _KINDS.get(str(settings.pop("kind", None)))
+    if kind is None:
+        raise UsageError(
+            f"there is no kind of updates or policy {plain.get('kind')!r}; "
+            f"there are {', '.join(_KINDS)}."
+        )
+    try:
+        return kind(**settings)
+    except TypeError as problem:
+        raise UsageError(f"{plain!r}: {problem}. Do all tasks run one version?") from problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -100,7 +100,7 @@ class TrainingPlan:
         return {
             "shapes": [list(shape) for shape in self.shapes],
             "type": self.type,
-            "pieces": [piece.to_json() for piece in self.pieces],
+            "pieces": [astuple(piece) for piece in self.pieces],
             "recipe": self.recipe.to_json(),
             "updates": self.updates.to_json(),
             "workers": self.workers,
@@ -117,7 +117,7 @@ class TrainingPlan:
         return cls(
             tuple(tuple(int(n) for n in shape) for shape in told["shapes"]),
             str(told["type"]),
-            tuple(Piece.from_json(piece) for piece in told["pieces"]),
+            tuple(Piece(*piece) for piece in told["pieces"]),
             OptimizerRecipe.from_json(told["recipe"]),
             rule.from_json(told["updates"]),
             int(told["workers"]),

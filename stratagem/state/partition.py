@@ -60,15 +60,6 @@ class Piece:
     def is_whole(self, whole: Sequence[int]) -> bool:
         return not whole or self.stop - self.start == whole[0]
 
-    def to_json(self) -> list[int]:
-        return [self.variable, self.start, self.stop, self.server]
-
-    @classmethod
-    def from_json(cls, data: Sequence[int]) -> Piece:
-        if len(data) != 4 or not all(type(n) is int and n >= 0 for n in data):
-            raise UsageError(f"a piece is [variable, start, stop, server], not {data!r}.")
-        return cls(*data)
-
 
 @dataclass(frozen=True)
 class FixedShards:
