@@ -185,8 +185,6 @@ class Stepper:
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over copies; a piece without state begins anew."""
-        if len(states) != len(self._pieces):
-            raise UsageError(f"states of {len(states)} pieces for {len(self._pieces)}.")
         self._make()
         for i, ((_, tensor), state) in enumerate(zip(self._pieces, states, strict=True)):
             if self.groups[i] is not None:

@@ -2,8 +2,8 @@
 
     push -> add -> [ sum ] -> apply -> [ values ], version + 1 -> changed_since -> pull
 
-The values of all pieces lie one after the other in one flat tensor, which may be memory that other
-processes see; the optimizer works on views of it, and it is never allocated again. The store
+The values of all pieces lie one after the other in one flat tensor, which is allocated once; the
+optimizer works on views of it. The store
 decides nothing: the coordinator says which gradients count, and when the sum is applied.
 
 One thread at a time: a shard calls it under its own lock.
@@ -23,7 +23,7 @@ from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.errors import UsageError
 from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import Piece
-from stratagem.state.stepper import Steps, stepper_for
+from stratagem.state.stepper import stepper_for
 from stratagem.state.sums import GradientSum, PieceLayout, distance_squared
 
 _RECENT = 64  # updates are kept, while they are no more than
@@ -95,36 +95,20 @@ class Store:
         pieces: Sequence[Piece],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        recipe: OptimizerRecipe | None,
+        recipe: OptimizerRecipe,
         device: torch.device | str = "cpu",
-        values: Tensor | None = None,
     ) -> None:
-        """`pieces` are this server's, in order; `values` is memory to live in."""
+        """`pieces` are this server's, in order."""
         self.pieces, self.version = list(pieces), 0
         self.layout = PieceLayout([piece.shape(shapes[piece.variable]) for piece in pieces])
         self.count = self.layout.count
-        if values is None:
-            values = torch.zeros(self.count, dtype=dtype, device=device)
-        elif (
-            values.shape != (self.count,)
-            or values.dtype is not dtype
-            or not values.is_contiguous()
-            or values.device.type != torch.device(device).type
-        ):
-            raise UsageError(
-                f"the pieces need a flat, contiguous tensor of {self.count} {dtype} on {device}, "
-                f"not {tuple(values.shape)}, {values.dtype} on {values.device}."
-            )
-        self.values = values.detach()
+        self.values = torch.zeros(self.count, dtype=dtype, device=device)
         self.views = self.layout.views(self.values)
-        self.sum = GradientSum(self.layout, dtype, values.device)
+        self.sum = GradientSum(self.layout, dtype, self.values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
-        self._stepper = stepper_for(recipe, named, self.values) if recipe is not None else None
-        stepper = self._stepper
+        self._stepper = stepper_for(recipe, named, self.values)
         #: pieces that take sparse gradients only
-        self._rows_only = [
-            i for i in range(len(pieces)) if stepper is not None and stepper.rows_only(i)
-        ]
+        self._rows_only = [i for i in range(len(pieces)) if self._stepper.rows_only(i)]
         #: by piece, the version that last changed all of it, and by row for those sparsely changed
         self._changed = [0] * len(pieces)
         self._row_versions: dict[int, RowVersions] = {}
@@ -170,8 +154,7 @@ class Store:
     @torch.no_grad()
     def apply(self, scale: float, rate: float = 1.0, clip_value: float | None = None) -> None:
         """Step with the sum times `scale`; `rate` times the learning rate, for this step only."""
-        stepper = self._optimizer()
-        self._step(stepper, self.sum.take(scale, clip_value), rate)
+        self._step(self.sum.take(scale, clip_value), rate)
 
     @torch.no_grad()
     def apply_one(
@@ -187,28 +170,21 @@ class Store:
         (Gradients of another type, or of many small pieces, are copied after all.) Rows that
         wait are applied with it.
         """
-        stepper = self._optimizer()
         self._refuse_dense(used)
-        grads = self.sum.take_one(grad, factor, used, clip_value)
-        self._step(stepper, grads, rate)
+        self._step(self.sum.take_one(grad, factor, used, clip_value), rate)
 
     def forget(self) -> None:
         """Throw away the sum that waits."""
         self.sum.clear()
 
-    def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
-        moved = stepper.step(grads, rate)
+    def _step(self, grads: list[Tensor | None], rate: float) -> None:
+        moved = self._stepper.step(grads, rate)
         self.version += 1
         for i, rows in moved.items():
             if rows is None:
                 self._changed[i] = self.version
             else:
                 self._rows_of(i).note(self.version, rows, self.views[i])
-
-    def _optimizer(self) -> Steps:
-        if self._stepper is None:
-            raise UsageError("this store was made without an optimizer: it only keeps values.")
-        return self._stepper
 
     def _refuse_dense(self, used: Sequence[bool] | None) -> None:
         if not self._rows_only:
@@ -260,22 +236,21 @@ class Store:
 
     def settings(self) -> list[dict[str, Any]]:
         """Each group's settings as the user gave them."""
-        return self._optimizer().settings()
+        return self._stepper.settings()
 
     def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Change settings, a learning rate say; a group may name just those that change."""
-        self._optimizer().set_settings(groups)
+        self._stepper.set_settings(groups)
 
     @torch.no_grad()
     def snapshot(self) -> StoreSnapshot:
         """Copies, so that training may go on. A sum that waits is not part of it."""
-        states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
-        return StoreSnapshot(self.version, self.values.clone(), states)
+        return StoreSnapshot(self.version, self.values.clone(), self._stepper.states())
 
     @torch.no_grad()
     def restore_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over copies of the optimizer's state by piece, and nothing else."""
-        self._optimizer().restore(states)
+        self._stepper.restore(states)
 
     @torch.no_grad()
     def restore(
@@ -289,12 +264,8 @@ class Store:
         Everybody must fetch all values again. `version` goes on from a saved job's; it never falls.
         What waited in the sum is thrown away.
         """
-        if version is not None and version < self.version:
-            raise UsageError(f"version {version} is older than {self.version}, reached here.")
-        if values is not None and values.shape != self.values.shape:
-            raise UsageError(f"{values.numel()} values for pieces of {self.count} elements.")
         if states is not None:
-            self._optimizer().restore(states)
+            self._stepper.restore(states)
         self.version = self.version if version is None else version
         if values is not None:
             self.values.copy_(values)
