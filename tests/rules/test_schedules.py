@@ -83,7 +83,7 @@ def test_who_runs_ahead_waits_for_no_message(
     def whole(schedule: schedules.Schedule) -> float:
         takes = {"F": 1.0, "B": backward}
         shape = (devices, microbatches, 1)
-        ops = (lambda op: takes[op.kind], lambda op: HandOver(0.0, late))
+        ops = (lambda op, k: takes[op.kind], lambda op: HandOver(0.0, late))
         return timeline(schedule, *shape, *ops).seconds
 
     least = (microbatches + devices - 1) * (1 + backward) + 2 * (devices - 1) * late
