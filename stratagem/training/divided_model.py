@@ -260,8 +260,7 @@ class DividedPasses(LedLoop):
 
     def _home(self, part: OwnPart) -> Tensor:
         """Where the gradient of a part lies."""
-        whole = self._lent(self._places[part.param])
-        return whole if part.division is None else part.division.part(whole, self._replica.index)
+        return part.of(self._lent(self._places[part.param]))
 
     # --- updates ------------------------------------------------------------------------------
 
