@@ -100,7 +100,7 @@ def test_a_schedule_that_stops_says_so() -> None:
 
 @given(cases())
 def test_on_one_processor_it_takes_what_all_operations_take(case: Case) -> None:
-    """Somebody can always go on, where messages take no time."""
+    """Where messages take no time, some device can always go on."""
     name, devices, count, seconds, _ = case
     given = (SCHEDULES[name], devices, count, PARTS[name])
     line = timeline(*given, lambda op, k: seconds[op] * k)
@@ -110,7 +110,7 @@ def test_on_one_processor_it_takes_what_all_operations_take(case: Case) -> None:
 
 @given(cases(), st.floats(1.0, 4.0))
 def test_it_lies_between_all_alone_and_all_kept_up(case: Case, slower: float) -> None:
-    """One device, or one microbatch: nobody computes beside another."""
+    """With one device or one microbatch no two devices compute at the same time."""
     name, devices, count, seconds, _ = case
     given = (SCHEDULES[name], devices, count, PARTS[name])
 

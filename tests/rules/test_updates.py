@@ -1,4 +1,4 @@
-"""Updates and policies as users write them: settings that travel, and what staleness costs."""
+"""The settings `updates=`: they travel as plain values, and act on stale gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters that are hurt on purpose, and models whose weights tell how often each row counted."""
+"""Fault injection for clusters, and models whose weights show how often each row counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def count(
     clip_norm: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Train; how often each row counted."""
+    """Train, and return how often each row counted."""
     rows = torch.arange(ROWS)
     with strategy.scope():
         model = sg.Model(Counter(pause=pause))
@@ -73,7 +73,7 @@ def worker_group_of(strategy: sg.Strategy) -> WorkerGroup:
 
 
 def worker_pids(strategy: sg.Strategy) -> list[int]:
-    """The children that work now; the first worker is this process."""
+    """Return the processes of the other workers; the first worker is this process."""
     children = worker_group_of(strategy)._children
     return [] if children is None else [child.pool.pids[0] for child in children.members]
 
@@ -91,7 +91,7 @@ def balanced(stats: Stats) -> bool:
 
 
 def shoot(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Send a signal to one that may have ended by itself."""
+    """Send a signal to a process that may have ended already."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
@@ -122,7 +122,7 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
 
 
 class Killer:
-    """Kills a child that works every now and then, `limit` times at most."""
+    """Kills a working child repeatedly, `limit` times at most."""
 
     def __init__(
         self, strategy: sg.Strategy, seed: int, least: float, most: float, limit: int = 10**6

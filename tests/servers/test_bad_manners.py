@@ -1,4 +1,4 @@
-"""Workers that stop in mid-sentence, ask for nonsense, or keep others waiting: servers go on."""
+"""Servers survive workers that stop in mid-message, send nonsense, or keep others waiting."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def office() -> Iterator[Office]:
 
 @pytest.mark.slow
 def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server must not hold, while it reads, what it needs to end the job."""
+    """The server must not hold the lock while it reads: ending the job needs it."""
     monkeypatch.setattr(server_module, "LINGER", 0.5)
     patience = sg.Patience(answer=3)
     server = Server(0, [local_address()], b"s" * 32, patience)
@@ -63,7 +63,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
     whole: list[Tensor] = []
 
     def by_halves(header: dict[str, object], body: list[Tensor]) -> None:
-        """Announce the values, send half of them, and stop: no word and no beat any more."""
+        """Announce the values, send half of them, and stop, heartbeats included."""
         if header["t"] != "open":
             send(header, body)
             return
@@ -107,7 +107,7 @@ def test_a_refused_request_with_a_body_harms_nobody(office: Office) -> None:
 
 
 def test_a_job_that_runs_needs_no_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a worker that is not the chief, and asks for the books."""
+    """Nor does a worker other than the chief that asks for statistics."""
     office = Office(1, staff=2)
 
     def refused(*_: object) -> None:
@@ -120,7 +120,7 @@ def test_a_job_that_runs_needs_no_new_connections(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_is_late_for_the_last_means_has_them_all_the_same() -> None:
-    """The chief ends the training as soon as it has told them."""
+    """The chief ends the training as soon as it has sent them."""
     office = Office(1, staff=2)
     made = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
     sessions = [
@@ -151,7 +151,7 @@ def test_more_values_announced_than_sent(office: Office) -> None:
 
 
 def test_a_coordinator_that_is_gone_is_named_by_who_listens(office: Office) -> None:
-    """As by who asks: it is no fault of the worker."""
+    """As by a worker that sends a request: it is not the worker's fault."""
     chief = office.workers[0]
     here, there = socket.socketpair()
     (line,) = chief.lines.of(0)
@@ -164,7 +164,7 @@ def test_a_coordinator_that_is_gone_is_named_by_who_listens(office: Office) -> N
 
 
 def test_a_word_in_between_waits_for_nobody() -> None:
-    """Also where the peer has left no room for it."""
+    """Also if the peer's receive buffer is full."""
     here, there = socket.socketpair()
     here.setblocking(False)
     try:
@@ -202,7 +202,7 @@ def test_only_shared_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_once() -> None:
-    """By two threads at once, too: the first that is told counts."""
+    """Also by two threads at once: the first error counts."""
     told: list[sg.ReplicaError] = []
     here, there = socket.socketpair()
     heartbeat = TaskHeartbeat(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
@@ -218,7 +218,7 @@ def test_what_is_wrong_is_told_once() -> None:
 
 
 class Dawdle:
-    """A loss in which worker 1 takes its time, once."""
+    """A loss in which worker 1 is slow once."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -232,7 +232,7 @@ class Dawdle:
 
 @pytest.mark.slow
 def test_one_that_lives_but_keeps_others_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """It is named; after `Patience(step=)` it is given up, and the others do its part."""
+    """It is named; after `Patience(step=)` it is given up, and other workers do its part."""
     patience = sg.Patience(step=3)
     with closing(local(updates=sg.Synchronous(), patience=patience)) as strategy:
         count(strategy, epochs=1)

@@ -70,7 +70,7 @@ RULES = {
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., sg.ParameterServerStrategy]]:
-    """Local clusters that end with the test."""
+    """Make local clusters that end with the test."""
     several: list[sg.ParameterServerStrategy] = []
 
     def make(**options: Any) -> sg.ParameterServerStrategy:
@@ -102,7 +102,7 @@ class Until(sg.callbacks.Callback):
 
 
 def applied(strategy: sg.ParameterServerStrategy) -> int:
-    """How many gradients of worker 1 have been applied."""
+    """Return how many gradients of worker 1 have been applied."""
     return strategy.stats().by_worker.get(1, {}).get("applied", 0)
 
 
@@ -275,7 +275,7 @@ def test_a_gradient_outlives_its_worker(
 def test_one_that_does_not_read_holds_nobody_up(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped while values are on their way to it; the others' news for it are not waited for."""
+    """It is stopped while values are sent to it; other workers' news for it are not waited for."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     chief = take_part(servers, 0, rows=500_000, spares=1)
     deaf = take_part(servers, 1, rows=500_000, spares=1)
@@ -323,7 +323,7 @@ class Stop:
 def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training ends while it still stands; many versions later nothing has filled up."""
+    """Training ends while it is stopped; many versions later no buffer is full."""
     strategy = made(updates=sg.Synchronous(spares=1))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, epochs=25, loss=stop)
@@ -363,7 +363,7 @@ def test_without_a_spare_a_stopped_worker_is_waited_for(
 def test_a_worker_that_stands_too_long_is_given_up(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its work is done by the others, and another takes its place."""
+    """Other workers do its work, and a new process takes its place."""
     strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
@@ -427,7 +427,7 @@ def test_the_death_of_the_helper_that_starts_the_others(made: Any, rule: str) ->
 
 
 def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """A function that trains and returns: what it started ends, and nobody is told of deaths."""
+    """A function trains and returns: its processes end, and no death is reported."""
     strategy = local()
     assert works(strategy)
     everybody = [*worker_pids(strategy), *ps_pids(strategy)]
@@ -497,7 +497,7 @@ def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -
 def test_a_mistake_of_a_server_ends_the_job_with_its_traceback(
     made: Any, monkeypatch: pytest.MonkeyPatch, which: int, mistake: dict[str, Any], where: str
 ) -> None:
-    """Nobody may wait for an answer that will not come."""
+    """No task may wait for an answer that will not come."""
     strategy = made()
     assert works(strategy)
     worker = worker_group_of(strategy).worker
@@ -582,7 +582,7 @@ def test_each_worker_has_its_own_dice(made: Any) -> None:
 
 
 def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
-    """Neither hooks nor borrowed memory stay behind: it trains on, elsewhere and here."""
+    """No hook and no shared memory is left: the model trains on, elsewhere and here."""
     strategy = made(updates=sg.Synchronous(spares=1))
     with strategy.scope():
         model = sg.Model(mlp())
@@ -631,7 +631,7 @@ def scripts() -> Iterator[Nursery]:
 
 @pytest.mark.slow
 def test_ctrl_c(scripts: Nursery, tmp_path: Path) -> None:
-    """Once it is an exception like any other: the strategy lives. Uncaught, all ends at once."""
+    """A caught Ctrl-C leaves the strategy usable; uncaught, it ends everything at once."""
     script = scripts.start(
         tmp_path,
         LONG
@@ -660,7 +660,7 @@ fit(4000, "two")
 
 
 def test_a_question_to_the_zygote_that_was_cut_short(made: Any) -> None:
-    """Ctrl-C while a child is being started: the answer comes later, and is nobody's."""
+    """Ctrl-C while a child is being started: the late answer is ignored."""
     strategy = made(workers=2, ps=1)
     request = json.dumps({"end": [], "number": 0}).encode()
     pipe_frames.send_with_fds(ZygoteProcess.get()._channel, request, [])

@@ -1,4 +1,4 @@
-"""A task and its coordinator beat through one star each, encrypted or not."""
+"""Heartbeats between a task and its coordinator, encrypted or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces on K servers move as one plain torch optimizer moves the whole model."""
+"""Pieces on K servers are updated as by one torch optimizer of the whole model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SETTINGS: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture(autouse=True)
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces here are small; treat them as the large ones that matter."""
+    """Treat the small pieces of these tests as large ones."""
     monkeypatch.setattr(sums, "_SMALL", 0)
 
 
@@ -70,7 +70,7 @@ def both(make: Make, servers: int, **more: Any) -> tuple[list[nn.Parameter], O.O
 @EACH
 @pytest.mark.parametrize("servers", [1, 2, 3, 4])
 def test_equals_the_whole_model(make: Make, servers: int) -> None:
-    """Two pushes an update by `add`, one by `apply_one`, in turn; variable 1 rests now and then."""
+    """Updates of two pushes by `add` and of one by `apply_one`; variable 1 is sometimes unused."""
     params, optimizer, spread = both(make, servers)
     for step in range(6):
         unused = [1] if step in (0, 3) else []
@@ -118,7 +118,7 @@ def test_groups_have_their_own_settings(kind: Any) -> None:
 
 @pytest.mark.parametrize("name", ["adam", "sgd momentum", "rmsprop", "adagrad", "nadam"])
 def test_what_nobody_used_rests(name: str) -> None:
-    """A zero gradient would move it, by what the optimizer remembers or by weight decay."""
+    """A zero gradient would move it, by momentum or weight decay."""
     _, _, spread = both(SETTINGS[name], 2)
     spread.each(gradients(0), lambda store, grad, used: store.apply_one(grad, 1.0))
     before, states = spread.values(), spread.states()
@@ -228,7 +228,7 @@ def test_more_shards_than_servers(shards: int) -> None:
 
 
 def test_more_servers_than_rows() -> None:
-    """A server with nothing to keep does nothing, without a complaint."""
+    """A server without pieces does nothing."""
     params = parameters(shapes=[(2,)])
     spread = Servers(params, O.Adam(params), 4)
     assert [store.count for store in spread.stores] == [1, 1, 0, 0]
@@ -266,7 +266,7 @@ def test_stored_in_another_type(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float16, torch.float64])
 def test_sums_are_wide_whatever_came(given: torch.dtype) -> None:
-    """256 + 1 is 256 in bfloat16: only a wide sum counts the small ones."""
+    """256 + 1 is 256 in bfloat16: only a wide sum counts small gradients."""
     store = one_store(lambda p: O.SGD(p, lr=1.0), (3,))
     store.add(torch.full((3,), 256.0, dtype=given), 1.0)
     for _ in range(8):
@@ -311,12 +311,12 @@ def test_lives_in_the_same_memory_throughout(make: Make) -> None:
 
 
 class Memory(bytearray):
-    """Somebody else's memory, of which we see when nobody holds it any more."""
+    """Memory of which a test can see when it is freed."""
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd momentum", "adam", "rmsprop"])
 def test_a_gradient_is_let_go(name: str) -> None:
-    """It may lie in shared memory that is about to be taken down; nothing may point at it."""
+    """It may lie in shared memory that will be unmapped, so nothing may refer to it."""
     store = one_store(SETTINGS[name], (3, 2), (2,))
     memory = Memory(32)
     gone = weakref.ref(memory)
@@ -346,7 +346,7 @@ def test_a_gradient_may_begin_anywhere_in_its_memory() -> None:
 
 
 def test_an_empty_sum_is_written_not_cleared() -> None:
-    """Rubbish in the sum's memory, NaN say, must not reach anybody."""
+    """Garbage in the sum's memory, NaN for example, must not reach the weights."""
     store = one_store(lambda p: O.SGD(p, lr=1.0), (3,), (2,), (4,))
     store.sum.flat.fill_(torch.nan)
     store.add(torch.ones(9), 2.0, [True, False, True])

@@ -1,4 +1,4 @@
-"""Sparse gradients: only their rows move, and only they travel."""
+"""Sparse gradients: only their rows are updated and sent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def drawn(seed: int, rows: int = 5) -> tuple[Tensor, Tensor]:
 
 
 def push(spread: Servers, rows: Tensor, values: Tensor, factor: float) -> None:
-    """The rows of variable 0 to the servers that hold them; those without get none of them."""
+    """Push the rows of variable 0 to the servers that hold them."""
     for own, store in zip(spread.own, spread.stores, strict=True):
         for i, piece in enumerate(own):
             if piece.variable == 0:
@@ -142,7 +142,7 @@ def test_who_is_far_behind_gets_every_row_once() -> None:
 def test_who_takes_what_changed_is_current(
     recent: int, steps: list[list[int]], data: st.DataObject
 ) -> None:
-    """A worker that fetches now and then, and rows alone where it may, has what the store has."""
+    """A worker that fetches sometimes, only rows where possible, has the store's values."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_module, "_RECENT", recent)
         fetch_now_and_then(steps, data)
@@ -178,7 +178,7 @@ def fetch_now_and_then(steps: list[list[int]], data: st.DataObject) -> None:
     ],
 )
 def test_optimizers_that_move_every_row(make: Any) -> None:
-    """Rows for them are a gradient that is zero elsewhere; all of the piece has changed."""
+    """Rows are to them a gradient that is zero elsewhere; all of the piece changes."""
     params = parameters(shapes=SHAPES)
     optimizer = make(params)
     spread = Servers(params, optimizer, 2)
@@ -194,7 +194,7 @@ def test_optimizers_that_move_every_row(make: Any) -> None:
 
 
 def test_sparse_beside_dense_in_one_group() -> None:
-    """The dense ones keep their fused kernel, which knows no sparse gradients."""
+    """Dense parameters keep their fused kernel, which takes no sparse gradients."""
     for make in (SPARSE["sgd"], SPARSE["adagrad"]):
         params = parameters(shapes=SHAPES)
         optimizer = make(params)
