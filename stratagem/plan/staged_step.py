@@ -23,7 +23,6 @@ from stratagem.plan.configuration import COLUMNS, PLANNED
 from stratagem.plan.formulas import between
 from stratagem.plan.predicted_step import PredictedStep, Prediction
 from stratagem.plan.profile import LayerTable, StageTime
-from stratagem.rules.crowded_timeline import crowded_timeline
 from stratagem.rules.layer_split import LayerCost, split_layers
 from stratagem.rules.schedules import Op, kept
 from stratagem.rules.timeline import HandOver, Timeline, timeline
@@ -226,9 +225,7 @@ class StagedStep(PredictedStep):
                 {k: [whole[k] * part + self._message_seconds for part in shares[k]] for k in shares}
             )
         given = (PLANNED[cfg.schedule], cfg.depth, cfg.microbatches, cfg.parts)
-        if takes[1] == takes[-1]:  # stages do not slow each other down
-            return timeline(*given, lambda op: takes[1][op.kind][op.part], self._carried)
-        return crowded_timeline(*given, lambda op, k: takes[k][op.kind][op.part], self._carried)
+        return timeline(*given, lambda op, k: takes[k][op.kind][op.part], self._carried)
 
     @property
     def _layer_scale(self) -> float:

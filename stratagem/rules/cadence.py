@@ -1,10 +1,10 @@
-"""When replicas meet: what users write as `sync=`, and the count that says when the next one is.
+"""When replicas synchronise: the settings `sync=`, and the count that says when it is due.
 
-EveryStep()               gradients are added up in every step: the result of one device
-LocalSteps(20)            each replica trains by itself, and all take the mean every 20 updates
+EveryStep()               gradients are all-reduced in every step: the result of one device
+LocalSteps(20)            each replica trains by itself; weights are averaged every 20 updates
 LocalSteps(20, after=500) the same after 500 exact steps
-DiLoCo(20)                the mean way of 20 updates is a gradient for an outer SGD with momentum
-DiLoCo(20, fragments=2)   the same for a half of the model at a time, sent while training goes on
+DiLoCo(20)                the mean change of 20 updates is the gradient of an outer momentum SGD
+DiLoCo(20, fragments=2)   the same for half of the model at a time, sent while training goes on
 Gossip("ring")            after each update weights are mixed with those of two neighbours
 """
 
@@ -19,10 +19,10 @@ from stratagem.errors import UsageError
 
 @dataclass(frozen=True, repr=False)
 class Sync:
-    """Base of what `sync=` may be."""
+    """Base class of the settings `sync=`."""
 
     def __repr__(self) -> str:
-        """As somebody would write it: without what is as usual."""
+        """Write only the settings that differ from their defaults."""
         chosen = [(f.name, getattr(self, f.name)) for f in fields(self) if not self._usual(f)]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in chosen)})"
 
@@ -32,16 +32,16 @@ class Sync:
 
 @dataclass(frozen=True, repr=False)
 class EveryStep(Sync):
-    """Gradients are added up in every step: the result of one device. The default."""
+    """Gradients are all-reduced in every step: the result of one device. The default."""
 
 
 @dataclass(frozen=True, repr=False)
 class LocalSteps(Sync):
-    """Each replica makes `every` updates by itself; then all take the mean of their weights.
+    """Each replica makes `every` updates by itself; then the weights are averaged.
 
     Args:
         every: updates between two meetings. 1 with SGD is what one device does.
-        after: how many first steps add gradients up, as `EveryStep` does (post-local SGD).
+        after: how many first steps all-reduce gradients, as `EveryStep` does (post-local SGD).
         wire: what travels at meetings, as `wire=` of a strategy.
 
     Stich 2019 (1805.09767), Lin et al. 2020 (1808.07217).
@@ -58,7 +58,7 @@ class LocalSteps(Sync):
 
 @dataclass(frozen=True)
 class Outer:
-    """SGD with Nesterov's momentum over the mean way D that replicas have gone between meetings:
+    """SGD with Nesterov momentum over D, the mean change of the replicas between two meetings:
 
     b = momentum * b + D;  x = x - lr * (D + momentum * b)
     """
@@ -75,19 +75,19 @@ class Outer:
 
 @dataclass(frozen=True, repr=False)
 class DiLoCo(Sync):
-    """Each replica makes `every` updates by itself; their mean way is a gradient to an outer SGD.
+    """Each replica makes `every` updates by itself; the mean change is an outer SGD's gradient.
 
     Args:
         every: updates between two meetings of a parameter.
         outer: the outer optimizer; `sg.Outer(lr=1, momentum=0)` is `LocalSteps`.
-        fragments: the model in so many parts, of which one meets every `every / fragments` updates.
+        fragments: number of parts of the model; one meets every `every / fragments` updates.
         wire: what travels at meetings, as `wire=` of a strategy.
-        overlap: updates that go on while a part is sent; then comes its outer step. 0: all wait
-            for it. None: with several fragments half of the updates between two meetings, at
-            most 5; with one, 0.
-        mix: how much of its own weights a replica keeps of a part that comes back after further
-            updates: mix * its own + (1 - mix) * those of the outer step, of which the next way is
-            counted. 0 throws the updates meanwhile away.
+        overlap: how many updates are made while a part is sent, before its outer step. 0: replicas
+            wait. None: with several fragments half of the updates between two meetings, at most
+            5; with one, 0.
+        mix: how much of its own weights a replica keeps of a part that was sent during updates:
+            mix * own + (1 - mix) * outer, where the next change is counted from. 0 discards the
+            updates made meanwhile.
 
     Douillard et al. 2023 (2311.08105), 2025 (2501.18512).
     """
@@ -125,7 +125,7 @@ class DiLoCo(Sync):
 
 @dataclass(frozen=True, repr=False)
 class Gossip(Sync):
-    """After each update a replica mixes its weights with those of its neighbours.
+    """After each update a replica averages its weights with those of its neighbours.
 
     Args:
         graph: "ring": a third each from the replicas before and after, every step; "exponential":
@@ -141,7 +141,7 @@ class Gossip(Sync):
             raise UsageError(f'{self!r}: graph is "ring" or "exponential".')
 
     def weights(self, rank: int, size: int, turn: int) -> Mapping[int, float]:
-        """Of whose weights a replica takes how much in this turn, its own included."""
+        """Return the share of each replica's weights in this one's average, its own included."""
         if size == 1:
             return {rank: 1.0}
         if self.graph == "ring":
@@ -150,7 +150,7 @@ class Gossip(Sync):
         return {rank: 0.5, (rank - self._hop(size, turn)) % size: 0.5}
 
     def receivers(self, rank: int, size: int, turn: int) -> list[int]:
-        """Who takes this replica's weights in this turn."""
+        """Return the replicas that take this one's weights in this turn."""
         return [
             other
             for other in range(size)
@@ -169,10 +169,10 @@ def _least(record: Sync, name: str, least: int) -> None:
 
 
 class Cadence:
-    """Counts the updates of one replica; the same on all of them."""
+    """Counts the updates of a replica; all replicas have the same count."""
 
     def __init__(self, sync: Sync) -> None:
-        #: how many parts of the model meet one after the other
+        #: how many parts of the model meet in turn
         self.fragments = sync.fragments if isinstance(sync, DiLoCo) else 1
         #: updates from the sending of a part to the end of its meeting
         self.delay = sync.delay if isinstance(sync, DiLoCo) else 0
@@ -181,25 +181,25 @@ class Cadence:
         if isinstance(sync, LocalSteps | DiLoCo):
             self._pace = sync.every // self.fragments
         self._after = sync.after if isinstance(sync, LocalSteps) else 0
-        #: all updates; those since the whole model has met
+        #: all updates, and those since the whole model has met
         self.updates = self.since = 0
-        #: of each part of the model, those since it has met, or was sent
+        #: by part of the model: updates since it has met, or was sent
         self.unmet = [0] * self.fragments
         #: the part whose meeting has begun and not ended
         self.under_way: int | None = None
 
     @property
     def together(self) -> bool:
-        """Whether the next update is made of everybody's gradients."""
+        """Whether the next update takes the gradients of all replicas."""
         return self.updates < self._after
 
     @property
     def apart(self) -> bool:
-        """Whether replicas have updates of their own, or some are under way."""
+        """Whether replicas differ, or a meeting is under way."""
         return any(self.unmet) or self.under_way is not None
 
     def updated(self) -> int | None:
-        """Count an update; returns the part of the model whose meeting begins now, if one does."""
+        """Count an update; return the part of the model whose meeting begins now, if any."""
         alike = self.together
         self.updates += 1
         if alike:
@@ -218,11 +218,11 @@ class Cadence:
         return self.under_way is not None and self.since % (self._pace or 1) == self.delay
 
     def ended(self, *, alike: bool) -> None:
-        """The part under way has met; `alike`: all replicas have the same of it."""
+        """Note that the meeting under way has ended; `alike`: all replicas have the same part."""
         if self.under_way is not None and alike:
             self.unmet[self.under_way] = 0
         self.under_way = None
 
     def met(self) -> None:
-        """The whole model has met."""
+        """Note that the whole model has met."""
         self.since, self.unmet, self.under_way = 0, [0] * self.fragments, None

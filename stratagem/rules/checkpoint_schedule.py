@@ -1,32 +1,32 @@
-"""When a training looks whether a checkpoint is due, and when one is.
+"""When replicas check whether a checkpoint is due, and when one is.
 
-Replicas save together, and only the chief's clock counts. So they look at steps on which all have
-agreed, about twice a second: each look sets the next one by the pace of the steps so far.
+Replicas save together, by the chief's clock. So they check at agreed steps, about twice a second:
+each check sets the step of the next one by the pace of the steps so far.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: seconds between two looks that are aimed at: how soon a signal to end is heeded
+#: target seconds between two checks: how soon a signal to end is noticed
 _PACE = 0.5
-#: the longest way from one look to the next, as a multiple of the way to this one
+#: how much longer the interval to the next check may be than the last one
 _GROWTH = 4
 
 
 @dataclass
 class CheckpointSchedule:
-    """The chief's: `look` at agreed steps, with its own time."""
+    """The chief's schedule; it calls `look` at agreed steps with its own time."""
 
     every: int | None
     seconds: float | None
     #: of the last checkpoint
     saved_step: int
     saved_time: float
-    #: of the last look
+    #: of the last check
     step: int = -1
     time: float = 0.0
-    #: seconds from one look to the next
+    #: seconds from one check to the next
     pace: float = _PACE
     _way: int = 1
 
@@ -41,11 +41,11 @@ class CheckpointSchedule:
         return by_step or by_time
 
     def saved(self, step: int, now: float) -> None:
-        """A checkpoint was made."""
+        """Note that a checkpoint was made."""
         self.saved_step, self.saved_time = step, now
 
     def next(self) -> int:
-        """Return the step at which to look again."""
+        """Return the step of the next check."""
         found = max(self.step, self.saved_step) + self._way
         if self.every is not None and self.saved_step + self.every > self.step:
             found = min(found, self.saved_step + self.every)

@@ -1,22 +1,23 @@
-"""Into how many chunks a batch of sequences is cut, by time or by rows: the first batches try some,
-the rest take the fastest. The result of a batch is the same for any of them, so that trying costs
-nothing but time."""
+"""Into how many chunks a batch of sequences is cut, by time or by rows.
+
+The first batches try several numbers, the rest take the fastest. The result is the same for any.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-#: batches that are not counted, and how often each number is tried
+#: batches before the first is timed, and how often each number is tried
 _WARM, _TRIES = 1, 2
-#: chunks of time, and of rows, for each device
+#: numbers of chunks of time, and of rows, per device
 _TIME, _ROWS = (1, 2, 4, 8), (1, 2, 4)
 
 
 class Chunks(NamedTuple):
-    """So many pieces of a batch."""
+    """A number of chunks of a batch."""
 
     number: int
-    #: of its rows, each with the whole sequence; else of time
+    #: chunks of rows, each with the whole sequence; else of time
     by_rows: bool = False
 
     def __str__(self) -> str:
@@ -24,11 +25,12 @@ class Chunks(NamedTuple):
 
 
 class ChunkChoice:
-    """Chunks for one batch after another; `most` = None tries several numbers of chunks of time,
-    and with `rows` of pieces by rows, too.
+    """Chooses the chunks of one batch after another.
 
     choice.begin(length, rows)    how the next batch is cut
-    choice.took(seconds)          what it took
+    choice.took(seconds)          how long that batch took
+
+    `most` fixes the number; None tries several numbers of chunks of time and, with `rows`, of rows.
     """
 
     def __init__(self, devices: int, most: int | None = None, *, rows: bool = False) -> None:
@@ -41,7 +43,7 @@ class ChunkChoice:
         self._last = Chunks(1)
 
     def begin(self, length: int, rows: int = 0) -> Chunks:
-        """How a batch of so many steps of time and rows is cut: into no more than there are."""
+        """Return the chunks of a batch with `length` time steps and `rows` rows."""
         if self._most is not None:
             return Chunks(max(min(self._most, length), 1))
         if not any(self._extent):
@@ -54,11 +56,11 @@ class ChunkChoice:
         return self._last._replace(number=max(min(self._last.number, most), 1))
 
     def _next(self) -> Chunks:
-        """What was tried least often."""
+        """Return the candidate tried least often."""
         return min(self._candidates, key=lambda c: len(self._seconds.get(c, ())))
 
     def took(self, seconds: float) -> bool:
-        """Seconds of the batch that was begun last; returns whether the choice is made by that."""
+        """Note the seconds of the batch begun last; return whether that completes the choice."""
         if self._now and self._warm:
             self._warm -= 1
         elif self._now:
@@ -68,12 +70,12 @@ class ChunkChoice:
 
     @property
     def chosen(self) -> bool:
-        """Whether there is nothing left to try."""
+        """Whether no candidate is left to try."""
         tried = all(len(self._seconds.get(c, ())) >= _TRIES for c in self._candidates)
         return len(self._candidates) == 1 or tried
 
     @property
     def best(self) -> Chunks:
-        """The fastest so far; the fewest before any was timed."""
+        """The fastest candidate so far; the first before any was timed."""
         known = {c: min(times) for c, times in self._seconds.items()}
         return min(known, key=lambda c: known[c]) if known else self._candidates[0]

@@ -1,9 +1,9 @@
-"""Gates: who may start on more work now, what a push counts, and whether an update is due.
+"""Gates: whether a worker may draw a ticket, what its push counts, and when an update is due.
 
     AllOf     all parts of one global batch                 Synchronous()
     FirstOf   the first N of N + b                          Synchronous(spares=b)
     Buffered  any K                                         Asynchronous(buffer=K)
-    Bounded   another gate, nobody far ahead of the last    Asynchronous(bound=s)
+    Bounded   any K, no worker far ahead of the slowest     Asynchronous(bound=s)
 
 Every gate keeps this promise: while the epoch is not over and a worker is here, a worker may act.
 A worker has a ticket, or may take one, or the gate is open, or more work is still to be queued.
@@ -19,7 +19,7 @@ from stratagem.rules.ticket_states import ActiveWorker, HeldTicket, TicketStates
 from stratagem.rules.tickets import Push, Ticket, Verdict
 from stratagem.rules.updates import Policy, Synchronous, Updates
 
-#: the verdict on what is kept in step: all of it
+#: the verdict on a push that counts in full
 _WHOLE = Verdict(True, 0, 1.0, 1.0, "")
 
 
@@ -33,14 +33,14 @@ class Gate(ABC):
 
     @abstractmethod
     def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
-        """Return whether a free member may draw the front ticket of the queue, which has one."""
+        """Return whether a member without a ticket may draw the front one of the queue."""
 
     @abstractmethod
     def opens(self, states: TicketStates) -> bool:
-        """Return whether the pushes kept make an update."""
+        """Return whether the kept pushes make an update."""
 
     def backup(self, states: TicketStates) -> Ticket | None:
-        """Return a ticket that a free member may do a second time, now that the queue is empty."""
+        """Return a held ticket of which an idle member may make a copy; the queue is empty."""
         return None
 
     def judge(self, states: TicketStates, push: Push, tau: int) -> Verdict:
@@ -55,12 +55,16 @@ class Gate(ABC):
 
 
 class AllOf(Gate):
-    """All parts of one global batch: the answer of one device.
+    """All parts of one global batch: the result of one device.
 
-    Every member that is here has a part of each batch, worker 0 first of all: it has callbacks and
-    schedules, which count its parts as batches. Parts of members that died or are missing are done
-    by the other members, at the same version, and by worker 0 only if it is alone. Nobody starts on
-    the next batch before the version has grown.
+    Every member gets a part of each batch. Worker 0 always does, and never two: its callbacks and
+    schedules count its parts as batches. Parts of members that died or are missing are done by the
+    other members at the same version, by worker 0 only if it is alone. The next batch begins when
+    the update is made.
+
+    In `admits`, of the batch under way: `states.had` members have had a part, `here - had` have
+    not, and `of_front` parts are left. A member takes a second part only if more are left than
+    members without one. Until worker 0 has had its part, the last one is reserved for it.
     """
 
     def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
@@ -69,24 +73,28 @@ class AllOf(Gate):
         if not begun and (states.held or states.kept):
             return False
         members = states.active_workers.members
-        if begun and member.batch == batch:  # one that had its part
+        if begun and member.batch == batch:  # it has had its part
             here = len(members)
             return queue.of_front > here - states.had and (member.worker != 0 or here == 1)
         first = members.get(0, member)
         waits = first is not member and not (begun and first.batch == batch)
-        return not waits or queue.of_front > 1  # a part is there for certain
+        return not waits or queue.of_front > 1  # a part remains for worker 0
 
     def opens(self, states: TicketStates) -> bool:
         return not states.held and bool(states.kept) and states.queue.batch != states.batch
 
 
 class FirstOf(Gate):
-    """The first N = workers - spares; the rest of the step is not waited for.
+    """The first N = workers - spares gradients; the step does not wait for the rest.
 
-    N + spares tickets are given out at a version, one to a member; when members are missing, those
-    who are here draw their tickets too. When a closed queue runs empty, at most `spares` idle
-    members do a second time what other members hold. So as long as no more than `spares` members
-    stand still, and one does not, the epoch goes on to its end.
+    N + spares tickets are given out per version, one to each member; members that are present draw
+    those of missing ones, too. When a closed queue runs empty, at most `spares` idle members copy
+    tickets that other members hold. So the epoch comes to its end as long as no more than `spares`
+    members stand still, and one does not.
+
+    In `admits`, at this version: `given` tickets are out or pushed, of at most `wanted`, and
+    `members - served` members have had none. A member takes a second one only if enough are left
+    for them. More members than expected still get one each.
 
     workers: how many are expected; 0: as many as are here.
     """
@@ -113,7 +121,7 @@ class FirstOf(Gate):
         members = len(states.active_workers.members)
         if member.stamp != states.version:
             return given < wanted or given < members
-        # one that had its ticket leaves enough for those who had none
+        # a second ticket leaves enough for members that have had none
         return given + members - states.served < wanted
 
     def opens(self, states: TicketStates) -> bool:
@@ -128,7 +136,7 @@ class FirstOf(Gate):
 
 
 class Buffered(Gate):
-    """Any K, of any version; K = 1: every one for itself."""
+    """Any K gradients, of any version; K = 1: each makes an update by itself."""
 
     synchronous = False
 
@@ -156,7 +164,7 @@ class Buffered(Gate):
 
 
 class Bounded(Buffered):
-    """A member waits while its clock is more than `bound` ahead of the lowest."""
+    """As Buffered, but a member waits while its clock is over `bound` ahead of the lowest."""
 
     by_clock = True
 
@@ -169,7 +177,7 @@ class Bounded(Buffered):
 
 
 def gate_of(updates: Updates, workers: int) -> Gate:
-    """Return the gate that a user's choice of updates means."""
+    """Return the gate for a user's choice of updates."""
     if isinstance(updates, Synchronous):
         return FirstOf(workers, updates.spares) if updates.spares else AllOf()
     if updates.bound is None:
@@ -183,7 +191,7 @@ def dropped(tau: int, why: str) -> Verdict:
 
 
 def _enough(states: TicketStates, number: int) -> bool:
-    """Return whether `number` pushes are kept, or all that the rest of the epoch can give."""
+    """Return whether `number` pushes are kept, or all that are left of the epoch."""
     kept = len(states.kept)
     return kept >= number or (kept > 0 and states.queue.closed and kept == states.left)
 

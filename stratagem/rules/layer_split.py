@@ -1,5 +1,6 @@
-"""Where to cut a row of layers into stages: the slowest stage as fast as it can be, each within its
-memory. Dynamic programming over contiguous cuts.
+"""Cutting a row of layers into stages that fit their memory, so that the slowest is fastest.
+
+Dynamic programming over contiguous cuts:
 
     best[s][j] = min over i < j of max(best[s - 1][i], time of layers i..j on stage s)
 """
@@ -14,10 +15,15 @@ from math import inf
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, measured: forward and backward of a microbatch in seconds, bytes for good
-    (parameters, gradients, optimizer state), bytes kept for each microbatch until its backward,
-    bytes that a cut behind it would hand over, how many of the seconds are the forward's, and how
-    many are its weight gradient's, which comes once a batch, behind all microbatches."""
+    """One layer, measured.
+
+    seconds     forward and backward of a microbatch
+    fixed       bytes of parameters, gradients and optimizer state
+    activation  bytes kept for each microbatch until its backward
+    crossing    bytes that a cut behind the layer hands over
+    forward     seconds of the forward alone
+    late        seconds of the weight gradient, if that is computed once a batch, at its end
+    """
 
     seconds: float
     fixed: int = 0
@@ -33,13 +39,13 @@ def split_layers(
     kept: Sequence[int] | None = None,
     limit: float | None = None,
 ) -> list[int] | None:
-    """The first layer of each stage; None if no cut fits.
+    """Return the first layer of each stage; None if no cut fits.
 
     Args:
         kept: how many microbatches each stage keeps.
         limit: bytes that a stage may have.
 
-    Among equally fast cuts the one that hands over the fewest bytes is taken.
+    Of equally fast cuts it takes the one that hands over the fewest bytes.
     """
     if stages > len(costs):
         return None
@@ -71,7 +77,7 @@ def split_layers(
 def _least(
     count: int, stages: int, cost: Callable[[float, int, int, int], float]
 ) -> tuple[float, list[int]]:
-    """The least cost, and the first layer of each stage; `cost` adds a stage to those before."""
+    """Return the least cost, and the first layer of each stage; `cost` adds a stage."""
     best = [0.0, *[inf] * count]
     begins: list[list[int]] = []
     for stage in range(stages):
@@ -90,6 +96,6 @@ def _least(
 
 
 def slowest(costs: Sequence[LayerCost], firsts: Sequence[int]) -> float:
-    """Seconds of the slowest stage of a microbatch."""
+    """Return the seconds of a microbatch in the slowest stage."""
     ends = [*firsts[1:], len(costs)]
     return max(sum(c.seconds for c in costs[i:j]) for i, j in zip(firsts, ends, strict=True))

@@ -1,7 +1,7 @@
-"""The ledger: gives out the epoch's work, judges every push once, says when an update is due.
+"""The ledger gives out the epoch's work, judges every push once, and says when an update is due.
 
-It is pure: it knows no time, no socket and no tensor. Whoever drives it (a server, a test, a
-simulation) calls it from one thread at a time and acts on its answers:
+It is pure: no clock, no socket, no tensor. Its caller (a server, a test, a simulation) uses one
+thread at a time and acts on the answers:
 
     ledger = Ledger(Synchronous(spares=1), workers=4)
     ledger.join(0); ...                    ledger.deal(batch=0, parts=3); ...; ledger.close_epoch()
@@ -25,12 +25,12 @@ from stratagem.rules.updates import Asynchronous, Updates
 class Ledger:
     """The rule of one job, and its state.
 
-    states     where every ticket is, and which workers are here
+    states     where every ticket is, and the active workers
     recorder   the statistics
-    torn       whether a batch was left half done: in step its update would be another one
-    turn       changes whenever a worker that `take` refused may have to be asked again
+    torn       whether a batch was given up half done: in step its update would be another one
+    turn       changes whenever `take` may have a ticket for a worker that got none before
 
-    workers: how many are expected (the N of `spares` is workers - spares); 0: as many as are here.
+    workers: how many are expected (the N of `spares` is workers - spares); 0: the active ones.
     """
 
     def __init__(self, updates: Updates, version: int = 0, workers: int = 0) -> None:
@@ -39,7 +39,7 @@ class Ledger:
         self._gate = gate_of(updates, workers)
         self.states = TicketStates(version, warmup)
         self.recorder = StatsRecorder()
-        self._rate = 1.0  # the smallest that the pushes kept ask for
+        self._rate = 1.0  # the smallest that a kept push asks for
         self.torn = False
         self.turn = 0
 
@@ -57,14 +57,14 @@ class Ledger:
     # who is here
 
     def join(self, worker: int) -> None:
-        """Admit a worker; if it comes back, the ticket that it had is put back."""
+        """Add a worker; if it was active already, its ticket is put back."""
         self.leave(worker)
         self.states.active_workers.join(worker, self.version)
         self.recorder.open(worker)
         self.turn += 1
 
     def leave(self, worker: int) -> None:
-        """Forget a worker that left or died: its ticket is put back, its pushes stay kept."""
+        """Remove a worker that left or died: its ticket is put back, its kept pushes stay."""
         states = self.states
         member = states.active_workers.members.get(worker)
         if member is None:
@@ -77,17 +77,17 @@ class Ledger:
     # the epoch's work
 
     def deal(self, batch: int, parts: int = 1) -> int:
-        """Add a batch to the epoch, cut into `parts` tickets; returns the serial of the first."""
+        """Add a batch to the epoch, cut into `parts` tickets; return the serial of the first."""
         self.turn += 1
         return self.states.queue.add(batch, parts)
 
     def close_epoch(self) -> None:
-        """Close the epoch: it has no more batches."""
+        """Declare that the epoch has no more batches."""
         self.states.queue.closed = True
         self.turn += 1
 
     def open_epoch(self) -> None:
-        """Begin a new epoch; what is left of the last one is given up: nobody takes it any more."""
+        """Begin a new epoch, and give up what is left of the last one."""
         states = self.states
         if states.queue.batch == states.batch and (states.kept or states.held):
             self.torn = True
@@ -98,8 +98,8 @@ class Ledger:
     def end_early(self, last: int | None = None) -> tuple[Push, ...]:
         """End the epoch with the batches that workers hold.
 
-        In step it ends with the batch that begins with the serial `last`, and what workers have
-        done of the next one is dropped: those pushes are returned.
+        In step it ends with the batch that begins with the serial `last`; pushes for the next
+        batch are dropped and returned.
         """
         states = self.states
         dropped: tuple[Push, ...] = ()
@@ -129,7 +129,7 @@ class Ledger:
         return front if self._gate.admits(states, member) else None
 
     def take(self, worker: int) -> Ticket | None:
-        """Give a worker the ticket that it holds already, else a new one; None: not now."""
+        """Return the ticket that a worker holds, else give it a new one; None: not now."""
         states = self.states
         member = states.active_workers.members.get(worker)
         if member is None:
@@ -152,14 +152,14 @@ class Ledger:
         return None if member is None else member.ticket
 
     def late(self, worker: int) -> bool:
-        """Return whether a worker computes in vain: its ticket was taken from it."""
+        """Return whether a worker computes a ticket that was taken from it."""
         member = self.states.active_workers.members.get(worker)
         return member is not None and member.revoked is not None
 
-    # what comes of it
+    # the results
 
     def push(self, push: Push) -> Verdict:
-        """Judge a gradient that arrived, once and for all: kept for the gate, or dropped."""
+        """Judge a gradient that arrived: it is kept for the gate, or dropped."""
         states = self.states
         tau = states.version - push.version
         member = states.active_workers.members.get(push.worker)
@@ -172,7 +172,7 @@ class Ledger:
         return verdict
 
     def abandon(self, worker: int, serial: int) -> None:
-        """Note that a worker stopped computing; if the ticket is still its own, put it back."""
+        """Note that a worker stopped computing; put the ticket back if it is still its own."""
         member = self.states.active_workers.members.get(worker)
         if member is None:
             return
@@ -185,7 +185,7 @@ class Ledger:
         self.recorder.abandon(worker)
 
     def skip(self, worker: int, serial: int) -> None:
-        """Settle a ticket of which there is no gradient: nobody does it again."""
+        """Settle a ticket without a gradient; no worker does it again."""
         states = self.states
         member = states.active_workers.members.get(worker)
         if member is None or member.ticket is None or member.ticket.serial != serial:
@@ -199,14 +199,14 @@ class Ledger:
         self.turn += 1
 
     def ripe(self) -> Update | None:
-        """Return the update that is due, if the gate is open; it counts as made."""
+        """Return the update that is due, if the gate is open, and count it as made."""
         states, gate = self.states, self._gate
         if not states.kept or not gate.opens(states):
             return None
         admitted = states.active_workers.admitted
         pushes = states.advance()
         self.recorder.apply(pushes)
-        # without a barrier a new version lets nobody go on but those whom the warm-up admits
+        # without a barrier a new version concerns only workers that the warm-up admits
         self.turn += gate.synchronous or states.active_workers.admitted != admitted
         if gate.synchronous:
             for serial in list(states.held):
@@ -216,7 +216,7 @@ class Ledger:
     # inside
 
     def _settle(self, member: ActiveWorker, ticket: Ticket, push: Push, verdict: Verdict) -> None:
-        """Do what the verdict means for the ticket."""
+        """Settle a ticket by the verdict on its push."""
         states = self.states
         clocks = states.active_workers.clocks
         low = clocks.low
@@ -238,7 +238,7 @@ class Ledger:
             self.turn += clocks.low > low
 
     def _return(self, member: ActiveWorker) -> None:
-        """Put back the ticket of a member that will not do it: there is no verdict on that."""
+        """Put back the ticket of a member that will not do it, without a verdict."""
         states, ticket = self.states, member.ticket
         states.unserve(member)
         if ticket is None:
@@ -251,7 +251,7 @@ class Ledger:
         self.turn += 1
 
     def _requeue_or_lose(self, ticket: Ticket) -> None:
-        """Settle a ticket whose work the rule did not want."""
+        """Requeue a ticket whose work was dropped, or count it as lost."""
         if self._requeue:
             self.states.queue.put_back(ticket)
             self.recorder.requeued += 1

@@ -1,4 +1,4 @@
-"""In which order the devices of a pipeline work on microbatches. Pure: nothing is run here.
+"""Pipeline schedules: the order in which devices work on microbatches. Pure: nothing runs here.
 
 A schedule is a generator of one device's operations. A model is cut into parts; part p lies on
 device p modulo the number of devices. Every microbatch goes forward through all parts and then
@@ -10,21 +10,21 @@ GPipe: all forward, then all backward; a device keeps what every microbatch need
     device 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..
     device 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..
 
-1F1B: backward as soon as it can be; device s keeps at most min(M, S - s) microbatches.
+1F1B: backward as early as possible; device s keeps at most min(M, S - s) microbatches.
 
     device 0  F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3
     device 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 ..
     device 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-Eager: 1F1B that runs further ahead, so that a device which is late for once, or a message, makes
-nobody wait; device s keeps at most min(M, 2 (S - s) - 1) microbatches.
+Eager: 1F1B that runs further ahead, so that a late device or message makes no device wait; device
+s keeps at most min(M, 2 (S - s) - 1) microbatches.
 
     device 0  F0 F1 F2 F3 .. B0 .. B1 .. B2 .. B3
     device 1  .. F0 F1 F2 B0 F3 B1 .. B2 .. B3 ..
     device 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. ..
 
-Interleaved: every device has several parts, so that a microbatch comes to it sooner, and the idle
-time is divided by their number.
+Interleaved: every device has several parts, so a microbatch reaches it sooner; the idle time is
+divided by their number.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def gpipe(device: int, devices: int, microbatches: int, parts: int = 1) -> Itera
 
 
 def one_f_one_b(device: int, devices: int, microbatches: int, parts: int = 1) -> Iterator[Op]:
-    """One forward, one backward, after as many forward as there are devices behind this one."""
+    """One forward, one backward, after as many forwards as devices follow this one."""
     yield from _alternating(device, microbatches, devices - device - 1)
 
 
 def eager(device: int, devices: int, microbatches: int, parts: int = 1) -> Iterator[Op]:
-    """The same after twice as many forward: as long as a microbatch is away, there is another."""
+    """As 1F1B after twice as many forwards: a device has another microbatch while one is away."""
     yield from _alternating(device, microbatches, 2 * (devices - device - 1))
 
 
@@ -67,9 +67,9 @@ def _alternating(device: int, microbatches: int, ahead: int) -> Iterator[Op]:
 
 
 def interleaved(device: int, devices: int, microbatches: int, parts: int = 2) -> Iterator[Op]:
-    """1F1B over several parts a device: microbatches go through them in groups of one a device.
+    """1F1B over several parts per device: microbatches go through them in groups of one per device.
 
-    A last group that is not full is planned as a full one, without those that are missing.
+    A last, smaller group is planned as a full one; the missing microbatches are left out.
     """
     own = range(device, devices * parts, devices)
     forward = list(_in_groups(own, devices, microbatches))
@@ -83,15 +83,14 @@ def interleaved(device: int, devices: int, microbatches: int, parts: int = 2) ->
 
 
 def _in_groups(order: range, devices: int, microbatches: int) -> Iterator[tuple[int, int]]:
-    """Parts in this order for the first few microbatches, then for the next few."""
+    """Yield the parts in this order for each group of microbatches."""
     for first in range(0, microbatches, devices):
         for part in order:
             yield from ((part, m) for m in range(first, first + devices))
 
 
 def waves(device: int, devices: int, chunks: int, parts: int = 1) -> Iterator[Op]:
-    """For chunks of time, each of which begins where the one before it ended: forward from the
-    first to the last, backward from the last to the first."""
+    """Chunks of time, each beginning where the one before ended: backward is in reverse order."""
     yield from (Op("F", device, m) for m in range(chunks))
     yield from (Op("B", device, m) for m in reversed(range(chunks)))
 
@@ -106,7 +105,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def kept(ops: Iterator[Op]) -> int:
-    """How many microbatches a device keeps at most between their forward and their backward."""
+    """Return how many microbatches a device keeps at most between forward and backward."""
     now = most = 0
     for op in ops:
         now += 1 if op.kind == "F" else -1
@@ -115,5 +114,5 @@ def kept(ops: Iterator[Op]) -> int:
 
 
 def bubble(devices: int, microbatches: int, parts: int = 1) -> float:
-    """The share of the time in which a device waits: (S - 1) / (v M + S - 1)."""
+    """Return the share of the time that a device waits: (S - 1) / (v M + S - 1)."""
     return (devices - 1) / (parts * microbatches + devices - 1)

@@ -1,12 +1,12 @@
-"""Who is slow, and why: the rule, without a clock.
+"""Which task is slow, and why: the rule, without a clock.
 
-Replicas that wait for each other all take as long as the slowest. What tells them apart is the
-time that a replica takes itself:
+Replicas that wait for each other all take as long as the slowest. They differ in the time that
+each takes by itself:
 
     own = compute + load + link        step = own + wait
 
-A task is slow whose own time is more than RATIO times the median of the others', over STEPS steps.
-What it takes most of beyond theirs is the reason.
+A task is slow if its own time is more than RATIO times the median of the other tasks', over STEPS
+steps. The part that exceeds theirs most is the reason.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any, Literal
 
 RATIO, STEPS = 1.5, 20
-#: a task that was named may be named again after it was no more than this
+#: a task that was named may be named again once its ratio has fallen to this
 AGAIN = 1.25
-#: seconds a step that are worth a word
+#: differences below this, in seconds per step, are ignored
 LEAST = 0.001
 
 Reason = Literal["computes", "loads data", "link"]
@@ -28,7 +28,7 @@ Reason = Literal["computes", "loads data", "link"]
 
 @dataclass(frozen=True)
 class Sample:
-    """Some steps of one task: how many, and the mean seconds of each."""
+    """Mean seconds per step over some steps of one task."""
 
     steps: int
     compute: float
@@ -44,7 +44,7 @@ class Sample:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Sample:
-        """What a line of figures says; ValueError if it says something else."""
+        """Read a line of figures; ValueError if it is none."""
         numbers = [line.get(name) for name in ("compute", "load", "link", "wait", "examples")]
         steps, known = line.get("steps"), [n for n in numbers if isinstance(n, int | float)]
         if not isinstance(steps, int) or len(known) < len(numbers):
@@ -54,7 +54,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Finding:
-    """A task that is slow: its seconds a step, those of the others, and what of it is in excess."""
+    """A slow task: its seconds per step, those of other tasks, and the part that is in excess."""
 
     task: str
     reason: Reason
@@ -88,7 +88,7 @@ def _ms(seconds: float) -> str:
 
 
 class SlowRule:
-    """Takes every task's samples as they come, and names who is slow."""
+    """Takes every task's samples as they come, and names slow tasks."""
 
     def __init__(self) -> None:
         self._windows: dict[str, deque[Sample]] = {}
@@ -96,7 +96,7 @@ class SlowRule:
         self._named: set[tuple[str, Reason]] = set()
 
     def add(self, task: str, sample: Sample) -> Finding | None:
-        """A task has made some more steps; returns what is to be said of it, once."""
+        """Add a sample; return a finding if the task is slow and was not named yet."""
         if sample.steps < 1:
             return None
         window = self._windows.setdefault(task, deque())
@@ -111,7 +111,7 @@ class SlowRule:
 
     def _judge(self, task: str, mine: Sample, others: Sequence[Sample]) -> Finding | None:
         fair = median(each.own for each in others)
-        # shares differ by a row at most, which is much where there are few
+        # shares differ by a row at most, which is much for small shares
         rows = median(each.examples for each in others)
         fair *= max(1.0, mine.examples / rows) if rows > 0 else 1.0
         if mine.own <= AGAIN * fair:
@@ -126,7 +126,7 @@ class SlowRule:
 
 
 def _finding(task: str, mine: Sample, others: Sequence[Sample], fair: float) -> Finding:
-    """What it takes most of beyond the others is the reason."""
+    """Name the part that exceeds the other tasks' most."""
     parts: list[tuple[float, Reason, float, float]] = []
     names: dict[str, Reason] = {"compute": "computes", "load": "loads data", "link": "link"}
     for name, reason in names.items():
@@ -137,7 +137,7 @@ def _finding(task: str, mine: Sample, others: Sequence[Sample], fair: float) -> 
 
 
 def _mean(window: Iterable[Sample]) -> Sample:
-    """Over the window, without its longest twentieth: a pause now and then slows nobody down."""
+    """Average the window without its longest twentieth: rare pauses make no task slow."""
     kept = sorted(window, key=lambda each: each.own)
     kept = kept[: len(kept) - len(kept) // STEPS]
     steps = sum(each.steps for each in kept)

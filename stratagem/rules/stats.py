@@ -16,9 +16,9 @@ class Stats:
 
     abandoned   late workers stopped computing; nothing was pushed
     requeued    tickets that went back to the queue, for whatever reason
-    lost        tickets that did not, since requeue=False
-    skipped     tickets whose worker went past them without a gradient
-    staleness   how many pushes of which tau were received
+    lost        tickets that did not, with requeue=False
+    skipped     tickets whose worker made no gradient
+    staleness   pushes received, by tau
     waiting     seconds, by worker
     """
 
@@ -36,7 +36,7 @@ class Stats:
     by_worker: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; numbers that are keys become strings, as JSON has it."""
+        """Return plain values; keys become strings, as JSON demands."""
         return vars(self) | {
             "staleness": {str(tau): count for tau, count in self.staleness.items()},
             "waiting": {str(worker): seconds for worker, seconds in self.waiting.items()},
@@ -45,7 +45,7 @@ class Stats:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> Stats:
-        """What `to_json` made, with numbers for keys again."""
+        """Read what `to_json` made; keys are numbers again."""
         numbered = {
             name: {int(key): value for key, value in plain[name].items()}
             for name in ("staleness", "waiting", "by_worker")
@@ -65,7 +65,7 @@ class WorkerStats:
 
 
 class StatsRecorder:
-    """Stats in the making."""
+    """Counts the events that `Stats` reports."""
 
     def __init__(self) -> None:
         self.requeued = 0
@@ -76,33 +76,33 @@ class StatsRecorder:
         self._staleness: defaultdict[int, int] = defaultdict(int)
 
     def open(self, worker: int) -> None:
-        """A worker gets its line, if it has none from before."""
+        """Give a worker a line, if it has none."""
         self._lines[worker]
 
     def receive(self, worker: int, tau: int, kept: bool) -> None:
-        """A push arrived."""
+        """Count a push that arrived."""
         line = self._lines[worker]
         line.received += 1
         line.dropped += not kept
         self._staleness[tau] += 1
 
     def apply(self, pushes: Iterable[Push]) -> None:
-        """Pushes that were kept made an update."""
+        """Count kept pushes that made an update."""
         self.updates += 1
         for push in pushes:
             self._lines[push.worker].applied += 1
 
     def drop(self, pushes: Iterable[Push]) -> None:
-        """Pushes that were kept make no update after all."""
+        """Count kept pushes that were dropped after all."""
         for push in pushes:
             self._lines[push.worker].dropped += 1
 
     def abandon(self, worker: int) -> None:
-        """A worker gave up."""
+        """Count a ticket that a worker gave up."""
         self._lines[worker].abandoned += 1
 
     def wait(self, worker: int, seconds: float) -> None:
-        """A worker waited."""
+        """Add the time that a worker waited."""
         self._lines[worker].waiting += seconds
 
     def stats(self) -> Stats:
@@ -135,7 +135,7 @@ def _line(line: WorkerStats) -> dict[str, int]:
 #
 # logs       updates, dropped, staleness (the mean), waiting (all workers): numbers, for everybody
 # details    staleness_histogram {tau: pushes}, waiting_by_worker {worker: seconds}: history only,
-#            since whoever shows or draws logs expects numbers
+#            since readers of logs expect numbers
 
 
 Details = dict[str, dict[int, Any]]
@@ -148,7 +148,7 @@ class EpochStats:
         self._before = Stats()
 
     def turn(self, stats: Stats | None) -> tuple[dict[str, float], Details]:
-        """Logs and details of the epoch that is over; nothing where there are no books."""
+        """Return the logs and details of the epoch that is over; none without stats."""
         if stats is None:
             return {}, {}
         before, self._before = self._before, stats
@@ -179,10 +179,10 @@ def enter_details(history: dict[str, list[Any]], details: Mapping[str, Any]) -> 
 
 
 def portable_details(details: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
-    """For other tasks: keys are text on the way."""
+    """Return details for other tasks, with text for keys."""
     return {name: {str(key): n for key, n in each.items()} for name, each in details.items()}
 
 
 def numbered_details(details: Mapping[str, Mapping[str, Any]]) -> Details:
-    """What `portable_details` made, with numbers for keys again."""
+    """Read what `portable_details` made; keys are numbers again."""
     return {name: {int(key): n for key, n in each.items()} for name, each in details.items()}

@@ -1,4 +1,18 @@
-"""Which workers are here, and where each ticket of the epoch is: queued, held, or done and kept."""
+"""The active workers, and where each ticket of the epoch is.
+
+    queue  --give-->  held  --release, push-->  kept  --advance-->  (applied)
+      ^                |
+      +-- put back ----+   the worker left, or its work came too late (revoke)
+
+A ticket is in one of these places only; several workers may hold copies of it. Counters that gates
+read, and what they always equal:
+
+    copies   the sum over `held` of len(members) - 1
+    served   members whose `stamp` is the version
+    had      in step, members whose `batch` is `TicketStates.batch`, the batch given last
+
+A member has a `ticket` exactly while `held[ticket.serial].members` contains it.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +24,24 @@ from stratagem.rules.updates import Ramp
 
 @dataclass(slots=True, eq=False)
 class ActiveWorker:
-    """A worker that is here."""
+    """A worker that takes part in the fit."""
 
     worker: int
     #: the ticket that it holds
     ticket: Ticket | None = None
-    #: the serial of the ticket that was taken from it, while it works on that in vain
+    #: the serial of the ticket that was revoked while the worker still computes it
     revoked: int | None = None
-    #: the batch (Ticket.first) of the ticket that it was last given and has not returned
+    #: the batch (Ticket.first) of its last ticket, unless that was returned
     batch: int = -1
-    #: the version at which it was last given a ticket that it has not returned
+    #: the version at which it got its last ticket, unless that was returned
     stamp: int = -1
     clock: int = 0
-    #: whether the warm-up lets it work
+    #: whether the warm-up admits it
     admitted: bool = False
 
 
 class ActiveWorkers:
-    """Members by join order; the first `admitted` of them may take work.
+    """Members in the order of joining; the first `admitted` of them may take work.
 
     A clock counts (for bounded staleness) while its worker is admitted or still has a ticket.
     """
@@ -44,14 +58,14 @@ class ActiveWorkers:
         return len(self._order)
 
     def join(self, worker: int, version: int) -> ActiveWorker:
-        """A new member, behind all others."""
+        """Add a member at the end."""
         member = self.members[worker] = ActiveWorker(worker)
         self._order.append(member)
         self.admit(version)
         return member
 
     def leave(self, member: ActiveWorker, version: int) -> None:
-        """A member goes; it holds no ticket any more."""
+        """Remove a member, which holds no ticket."""
         del self.members[member.worker]
         self._order.remove(member)
         if member.admitted:
@@ -60,7 +74,7 @@ class ActiveWorkers:
         self.admit(version)
 
     def admit(self, version: int) -> None:
-        """Let in as many as the warm-up allows at this version."""
+        """Admit as many members as the warm-up allows at this version."""
         workers = len(self._order)
         allowed = self._warmup.allowed(version, workers) if self._warmup else workers
         while self.admitted < allowed:
@@ -78,10 +92,10 @@ class ActiveWorkers:
 
 
 class Clocks:
-    """How many workers stand at which clock, and the lowest of them, without searching.
+    """How many workers are at each clock value, and the lowest value, without searching.
 
-    The lowest never falls: who comes in, or comes back, starts at the lowest at least. Otherwise
-    one newcomer at zero would stop everybody until it had caught up.
+    The lowest never falls: a worker that enters starts at the lowest at least. Otherwise a newcomer
+    at zero would stop all others until it had caught up.
     """
 
     def __init__(self) -> None:
@@ -89,21 +103,21 @@ class Clocks:
         self._at: dict[int, int] = {}
 
     def enter(self, clock: int) -> int:
-        """A worker comes in; returns the clock it starts with."""
+        """Add a worker; return the clock it starts with."""
         clock = max(clock, self.low)
         self._at[clock] = self._at.get(clock, 0) + 1
         self._lift()
         return clock
 
     def leave(self, clock: int) -> None:
-        """A worker that stood at `clock` goes."""
+        """Remove a worker that is at `clock`."""
         self._at[clock] -= 1
         if not self._at[clock]:
             del self._at[clock]
             self._lift()
 
     def tick(self, clock: int) -> int:
-        """A worker goes from `clock` to the next."""
+        """Advance a worker from `clock` to the next value, and return that."""
         at, after = self._at, clock + 1
         at[after] = at.get(after, 0) + 1
         if at[clock] > 1:
@@ -120,40 +134,38 @@ class Clocks:
 
 @dataclass(slots=True)
 class HeldTicket:
-    """A ticket that is being worked on, and by whom."""
+    """A ticket and the members that work on it."""
 
     ticket: Ticket
     members: list[ActiveWorker]
 
 
 class TicketStates:
-    """What gates look at. A ticket is in one place only; several workers may have a copy of it."""
+    """The state that gates decide on; see the invariants at the top of this file."""
 
     def __init__(self, version: int, warmup: Ramp | None = None) -> None:
         self.version = version
         self.queue = TicketQueue()
         self.active_workers = ActiveWorkers(warmup)
-        #: what is being worked on, by serial
+        #: tickets that members work on, by serial
         self.held: dict[int, HeldTicket] = {}
-        #: pushes that wait for the gate
+        #: pushes that wait for the gate to open
         self.kept: list[Push] = []
-        #: how many members hold a ticket that another member holds, too
         self.copies = 0
-        #: members that were given a ticket at this version
         self.served = 0
-        #: the batch of the ticket given last (Ticket.first), and how many have had a part of it
+        #: the batch (Ticket.first) of the ticket given last
         self.batch = -1
         self.had = 0
-        #: workers whose ticket was taken from them; whoever reads it clears it
+        #: workers whose ticket was revoked; the reader clears the list
         self.overtaken: list[int] = []
 
     @property
     def left(self) -> int:
-        """Tickets dealt and not yet applied."""
+        """How many tickets were dealt and are not yet applied."""
         return len(self.queue) + len(self.held) + len(self.kept)
 
     def give(self, member: ActiveWorker, ticket: Ticket) -> None:
-        """Put a ticket, or a copy of one, into the hands of a free member."""
+        """Give a ticket, or a copy of one, to a member that has none."""
         held = self.held.get(ticket.serial)
         if held is None:
             self.held[ticket.serial] = HeldTicket(ticket, [member])
@@ -172,12 +184,12 @@ class TicketStates:
             self.had += 1
 
     def disown(self, member: ActiveWorker) -> None:
-        """The member goes, or has not done its part of the batch."""
+        """Uncount the member's part of the present batch."""
         self.had -= member.batch == self.batch
         member.batch = -1
 
     def release(self, member: ActiveWorker, ticket: Ticket) -> bool:
-        """Take a member's ticket from it; returns whether no other member has a copy."""
+        """Take a member's ticket from it; return whether no other member has a copy."""
         members = self.held[ticket.serial].members
         members.remove(member)
         self._free(member)
@@ -188,13 +200,13 @@ class TicketStates:
         return True
 
     def unserve(self, member: ActiveWorker) -> None:
-        """What the member was given at this version does not count."""
+        """Uncount the ticket that the member got at this version."""
         if member.stamp == self.version:
             member.stamp = -1
             self.served -= 1
 
     def revoke(self, serial: int) -> Ticket:
-        """Take a ticket from all who have it; they are late."""
+        """Take a ticket from all members that have it; they are late."""
         held = self.held.pop(serial)
         self.copies -= len(held.members) - 1
         for member in held.members:
@@ -204,7 +216,7 @@ class TicketStates:
         return held.ticket
 
     def advance(self) -> tuple[Push, ...]:
-        """The next version begins; returns the pushes that made it."""
+        """Begin the next version; return the pushes that made it."""
         pushes = tuple(self.kept)
         self.kept.clear()
         self.version += 1

@@ -1,7 +1,4 @@
-"""Tickets: the work that workers are given, its result, the decision about it, and the update.
-
-`TicketQueue` has the tickets of the epoch that no worker holds.
-"""
+"""Tickets: units of work, their results, the decisions about these, and updates."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from stratagem.errors import UsageError
 
 
 class Ticket(NamedTuple):
-    """A piece of work: batch `batch` of the epoch, or part `part` of the `parts` it is cut into.
+    """A unit of work: batch `batch` of the epoch, or part `part` of its `parts`.
 
     `serial` is unique over the whole job; the parts of one batch have consecutive ones.
     """
@@ -27,15 +24,15 @@ class Ticket(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The serial of part 0 of the same batch: what all parts of a batch have in common."""
+        """The serial of part 0 of the same batch, which identifies the batch."""
         return self.serial - self.part
 
 
 @dataclass(slots=True)
 class Push:
-    """A gradient that arrived: of weights of `version`, with `weight` examples behind it.
+    """A gradient that arrived, computed from `weight` examples with the weights of `version`.
 
-    Nobody changes it; to freeze it would take longer than to judge it.
+    It is never changed, but not frozen either: freezing would take longer than judging.
     """
 
     worker: int
@@ -52,10 +49,10 @@ class Push:
 
 
 class Verdict(NamedTuple):
-    """The one decision about a push, for all shards alike.
+    """The decision about a push, the same for all shards.
 
-    kept: it goes into the sum as factor * weight * gradient; `rate` is what it asks of the
-    learning rate of its update. Otherwise `why` says in words what it was dropped for.
+    kept: the push enters the sum as factor * weight * gradient, and asks for `rate` times the
+    learning rate of its update. Otherwise `why` says in words why it was dropped.
     """
 
     kept: bool
@@ -66,11 +63,11 @@ class Verdict(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The gate opened: the step that takes the parameters to `version`.
+    """An update that takes the parameters to `version`.
 
-    The mean gradient is the sum of factor * weight * gradient over `pushes`, by `divisor`, the sum
-    of the weights (0 if there was no example behind any of them). The optimizer's learning rate is
-    times `rate`, the smallest that a push asked for.
+    The mean gradient is the sum of factor * weight * gradient over `pushes`, divided by `divisor`,
+    the sum of the weights (0 if there were no examples). The learning rate is multiplied by `rate`,
+    the smallest that a push asked for.
     """
 
     version: int
@@ -80,16 +77,15 @@ class Update(NamedTuple):
 
 
 class TicketQueue:
-    """Tickets in the order of their serials.
+    """The tickets of the epoch that no worker holds, in the order of their serials.
 
-    What is put back has been drawn before, so it is older than all that was not and comes to the
-    front; the oldest comes first among several.
+    A ticket that is put back is older than all that were never drawn, so it comes to the front.
     """
 
     def __init__(self) -> None:
         self.closed = False
-        #: the ticket that is drawn next, if any, and its batch (Ticket.first), else -1; these are
-        #: looked at more often than they change
+        #: the ticket that is drawn next, if any, and its batch (Ticket.first), else -1; kept since
+        #: they are read more often than they change
         self.front: Ticket | None = None
         self.batch = -1
         self._fresh: deque[Ticket] = deque()
@@ -101,7 +97,7 @@ class TicketQueue:
 
     @property
     def of_front(self) -> int:
-        """How many tickets of the front one's batch are here."""
+        """How many tickets of the front ticket's batch are queued."""
         batch, returned = self.batch, 0
         if self._returned:
             returned = sum(ticket.first == batch for _, ticket in self._returned)
@@ -111,19 +107,19 @@ class TicketQueue:
         return returned + parts - part if serial - part == batch else returned
 
     def clear(self) -> None:
-        """Nothing of what was dealt so far is drawn any more."""
+        """Give up all tickets dealt so far."""
         self._first = self._serial
         self._fresh.clear()
         self._returned.clear()
         self._look()
 
     def end_with(self, last: int) -> None:
-        """Nothing is drawn of batches after the one that begins with the serial `last`."""
+        """Give up batches after the one that begins with the serial `last`."""
         self._fresh = deque(ticket for ticket in self._fresh if ticket.first <= last)
         self._look()
 
     def add(self, batch: int, parts: int = 1) -> int:
-        """Deal a batch, cut into `parts` tickets; returns the serial of the first."""
+        """Deal a batch, cut into `parts` tickets; return the serial of the first."""
         if self.closed:
             raise UsageError(f"batch {batch} was dealt after the epoch was closed; open it first.")
         if parts < 1:
@@ -142,7 +138,7 @@ class TicketQueue:
         return drawn
 
     def put_back(self, ticket: Ticket) -> bool:
-        """Return a ticket that was drawn; whether it had not been given up meanwhile."""
+        """Put back a ticket that was drawn; return False if it was given up meanwhile."""
         if ticket.serial < self._first:
             return False
         heappush(self._returned, (ticket.serial, ticket))

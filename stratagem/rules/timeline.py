@@ -1,17 +1,23 @@
-"""When each operation of a schedule begins and ends, given how long operations and hand-overs take.
+"""When each operation of a schedule begins and ends, given how long operations and messages take.
 
-A device does its operations in the order of its schedule (rules/schedules.py), each as soon as what
-it needs is there. What a part hands on goes over the link from its device to the other one: one
-message after another, in the order in which they are made. Pure: seconds are numbers, nothing runs.
+A device does its operations in the order of its schedule (rules/schedules.py), each as soon as its
+input is there. Results go over the link between two devices, one message after another, in the
+order in which they are made. Pure: seconds are numbers, nothing runs.
 
 With 2 devices, a backward twice as long as a forward, and nothing to hand over:
 
     device 0  F0 F1 .. .. B0 B0 F2 B1 B1 .. B2 B2
     device 1  .. F0 B0 B0 F1 B1 B1 F2 B2 B2 .. ..
+
+Where everything takes twice as long while both devices compute:
+
+    device 0  F0 F1 F1 B0 B0 ...
+    device 1  .. F0 F0 ...
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +27,7 @@ from stratagem.rules.schedules import Op, Schedule
 
 @dataclass(frozen=True)
 class Span:
-    """One operation of a device, from when to when."""
+    """One operation on its device, with its begin and end in seconds."""
 
     device: int
     op: Op
@@ -31,10 +37,10 @@ class Span:
 
 @dataclass(frozen=True)
 class HandOver:
-    """How long what an operation makes is on its way to the device that needs it next.
+    """How long the result of an operation travels to the next device.
 
-    `busy` seconds it keeps the link, on which the next message waits; then `late` seconds of
-    latency, in which others may follow.
+    The link is taken for `busy` seconds, in which the next message waits; then come `late` seconds
+    of latency, in which other messages may follow.
     """
 
     busy: float = 0.0
@@ -54,7 +60,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each device works."""
+        """Seconds in which each device computes."""
         found = [0.0] * self.devices
         for span in self.spans:
             found[span.device] += span.end - span.begin
@@ -62,7 +68,7 @@ class Timeline:
 
     @cached_property
     def ends(self) -> tuple[float, ...]:
-        """When each device has done its last operation."""
+        """When each device ends its last operation."""
         found = [0.0] * self.devices
         for span in self.spans:
             found[span.device] = max(found[span.device], span.end)
@@ -70,7 +76,7 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the time of all devices in which they wait."""
+        """The share of the devices' time that they wait."""
         whole = self.devices * self.seconds
         return 1 - sum(self.busy) / whole if whole else 0.0
 
@@ -80,50 +86,70 @@ def timeline(
     devices: int,
     microbatches: int,
     parts: int,
-    seconds: Callable[[Op], float],
+    seconds: Callable[[Op, int], float],
     hand_over: Callable[[Op], HandOver] = lambda op: HandOver(),
 ) -> Timeline:
-    """Have every operation begin as early as it can.
+    """Begin every operation as early as possible.
 
-    `seconds` is what an operation takes, `hand_over` what its result takes to the next device; a
-    device hands nothing over to itself. Raises RuntimeError where nobody can go on.
+    `seconds(op, k)` is what an operation takes while k devices compute, its own included: processes
+    of one machine share caches, memory and perhaps processors. Whenever k changes, what is left of
+    the running operations goes on at the new speed. `hand_over` is what a result takes to the next
+    device; a device hands nothing over to itself. Raises RuntimeError where no device can go on.
     """
     queues = [list(schedule(d, devices, microbatches, parts))[::-1] for d in range(devices)]
     last = devices * parts - 1
-    free = [0.0] * devices
     links: dict[tuple[int, int], float] = {}
-    #: when what an operation needs is on its device
-    there: dict[Op, float] = {}
+    #: when the input of an operation is on its device
+    inputs = {Op("F", 0, m): 0.0 for m in range(microbatches)}
+    running: dict[int, tuple[Op, float, float]] = {}  # operation, begin, seconds at this speed
+    ends: dict[int, float] = {}  # of the running operations, if k stays as it is
     spans: list[Span] = []
-    while any(queues):
-        before = len(spans)
-        for device, queue in enumerate(queues):
-            while queue and (queue[-1] in there or queue[-1][:2] == ("F", 0)):
-                op = queue.pop()
-                begin = max(there.get(op, 0.0), free[device])
-                end = free[device] = begin + seconds(op)
-                spans.append(Span(device, op, begin, end))
-                after = next_op(op, last)
-                if after is not None:
-                    way = (device, after.part % devices)
-                    there[after] = arrival(links, way, end, hand_over(op))
-        if len(spans) == before:
+    now, computing = 0.0, 0
+    #: devices that compute nothing, and when they can go on
+    ready = {d: inputs.get(queue[-1], math.inf) for d, queue in enumerate(queues) if queue}
+    while running or ready:
+        began = [device for device, at in ready.items() if at <= now]
+        if len(running) + len(began) != computing:
+            computing = len(running) + len(began)
+            for device, (op, begin, before) in running.items():
+                after = seconds(op, computing)
+                if after != before:
+                    ends[device] = now + (ends[device] - now) * after / before
+                    running[device] = op, begin, after
+        for device in began:
+            del ready[device]
+            op = queues[device].pop()
+            running[device] = op, now, seconds(op, computing)
+            ends[device] = now + running[device][2]
+        now = min(min(ends.values(), default=math.inf), min(ready.values(), default=math.inf))
+        if now == math.inf:
             raise RuntimeError(f"nobody can go on: {[queue[-1:] for queue in queues]}")
+        for device in [d for d, end in ends.items() if end <= now]:
+            op, begin, _ = running.pop(device)
+            spans.append(Span(device, op, begin, ends.pop(device)))
+            if queues[device]:
+                ready[device] = inputs.get(queues[device][-1], math.inf)
+            following = _following(op, last)
+            if following is not None:
+                to = following.part % devices
+                inputs[following] = _arrival(links, (device, to), now, hand_over(op))
+                if to in ready and queues[to][-1] == following:
+                    ready[to] = inputs[following]
     return Timeline(devices, tuple(sorted(spans, key=lambda span: (span.begin, span.device))))
 
 
-def next_op(op: Op, last: int) -> Op | None:
-    """What an operation's result is for; the last part turns round, and the first ends it."""
+def _following(op: Op, last: int) -> Op | None:
+    """The operation that needs the result of `op`; None after the backward of the first part."""
     kind, part, m = op
     if kind == "F":
         return Op("F", part + 1, m) if part < last else Op("B", part, m)
     return Op("B", part - 1, m) if part else None
 
 
-def arrival(
+def _arrival(
     links: dict[tuple[int, int], float], way: tuple[int, int], made: float, takes: HandOver
 ) -> float:
-    """When a message is there; `links`: until when each way is taken."""
+    """When a message arrives; `links`: until when each link is busy."""
     if way[0] == way[1]:
         return made
     links[way] = max(made, links.get(way, 0.0)) + takes.busy
@@ -131,7 +157,7 @@ def arrival(
 
 
 def draw(line: Timeline, width: int = 72) -> str:
-    """The time line as text, a line a device: as many columns as there is time for."""
+    """The time line as text, one line per device, `width` columns."""
     column = line.seconds / width if line.seconds else 1.0
     rows = []
     for device in range(line.devices):

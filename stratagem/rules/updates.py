@@ -1,25 +1,24 @@
-"""When the parameters are updated, and what becomes of stale gradients: what users write.
+"""The settings `updates=`: when parameters are updated, and how stale gradients count.
 
     Synchronous()                                    the result of one device
-    Synchronous(spares=1)                            the last worker of every step is not waited for
-    Asynchronous(staleness=[ScaleDown(), Drop()])    every gradient is applied when it arrives
-    Asynchronous(warmup=Ramp(steps=500))             workers begin one after the other
+    Synchronous(spares=1)                            every step goes on without its last worker
+    Asynchronous(staleness=[ScaleDown(), Drop()])    each gradient is applied when it arrives
+    Asynchronous(warmup=Ramp(steps=500))             workers begin one by one
 
 A gradient's staleness tau is the number of updates made since its worker pulled the weights. With
-W workers at the same pace it is W - 1. A policy may scale the gradient, drop it, lower the rate of
-its update, or correct it by how far the weights have moved. Factors and rates are multiplied; one
-policy that drops is enough. With tau = 0 every policy leaves the gradient as it is; with a single
-worker every policy is plain SGD.
+W workers at the same pace it is W - 1. A policy may scale or drop the gradient, lower the learning
+rate of its update, or correct it by how far the weights have moved. Factors and rates are
+multiplied; one policy that drops is enough. With tau = 0 every policy leaves the gradient as it is;
+with a single worker every policy is plain SGD.
 
 All settings are frozen dataclasses that travel as plain dictionaries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import sqrt
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from stratagem.errors import UsageError
 
@@ -29,32 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Record:
-    """Base of what users write. `kind` in its JSON is the name of the class."""
+    """Base class of all settings. `kind` in the JSON is the name of the class."""
 
     def to_json(self) -> dict[str, Any]:
-        """Its settings as plain values."""
+        """Return the settings as plain values."""
         return {"kind": type(self).__name__} | {
-            field.name: getattr(self, field.name) for field in fields(self)
+            field.name: _plain(getattr(self, field.name)) for field in fields(self)
         }
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote; a name that is not known is refused."""
-        return cls(**settings(plain, cls.__name__, {field.name for field in fields(cls)}))
 
-
-def settings(plain: Mapping[str, Any], kind: str, known: set[str]) -> dict[str, Any]:
-    """The settings in `plain`, which must be those of a `kind`."""
-    given = dict(plain)
-    if given.pop("kind", None) != kind:
-        raise UsageError(f"{plain!r} does not describe a {kind}; its kind must be {kind!r}.")
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise UsageError(
-            f"{kind} has no setting {', '.join(map(repr, unknown))}; "
-            f"it has {', '.join(sorted(known)) or 'none'}. Do all tasks run one version?"
-        )
-    return given
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.to_json() if isinstance(value, Record) else value
 
 
 def whole(what: str, value: object, least: int) -> None:
@@ -96,7 +82,7 @@ class Ramp(Record):
 
 @dataclass(frozen=True)
 class Policy(Record):
-    """The interface, and the policy that does nothing."""
+    """Interface of staleness policies; this one changes nothing."""
 
     #: the engine must keep the weights that the worker pulled
     needs_then: ClassVar[bool] = False
@@ -104,43 +90,32 @@ class Policy(Record):
     needs_gap: ClassVar[bool] = False
 
     def factor(self, tau: int, workers: int) -> float | None:
-        """What the gradient is multiplied by; None drops it."""
+        """Return the factor of the gradient; None drops it."""
         return 1.0
 
     def rate(self, tau: int, workers: int) -> float:
-        """What the learning rate of its update is multiplied by."""
+        """Return the factor of the learning rate of the gradient's update."""
         return 1.0
 
     def compensate(
         self, grad: Tensor, now: Tensor, then: Tensor, memory: dict[str, Tensor]
     ) -> None:
-        """Correct `grad` in place, by element; `memory` is this shard's, kept by the engine."""
+        """Correct `grad` in place, element by element; the engine keeps `memory` for each shard."""
 
     def gap_factor(self, gap: float, step_norm: float) -> float:
-        """What the gradient is multiplied by, for weights that moved by `gap` since."""
+        """Return the factor of a gradient whose weights have moved by `gap` since the pull."""
         return 1.0
 
     def step_norm(self) -> StepNorm:
-        """What is to keep the usual length of an update for it."""
+        """Return the running mean of update lengths that `gap_factor` asks for."""
         return StepNorm()
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        """A policy of any kind; on a subclass, of that kind."""
-        found = _KINDS.get(str(plain.get("kind")))
-        if found is None or not issubclass(found, cls):
-            raise UsageError(
-                f"there is no {cls.__name__} of the kind {plain.get('kind')!r}; "
-                f"there are {', '.join(k for k, v in _KINDS.items() if issubclass(v, cls))}."
-            )
-        return found(**settings(plain, found.__name__, set(found().to_json()) - {"kind"}))
 
 
 @dataclass(frozen=True, init=False)
 class LowerRate(Policy):
     """Multiply the learning rate by `factor`; left out, by 1 / sqrt(workers).
 
-    A worker alone has no staleness, so its rate is left as it is.
+    A single worker has no staleness, so its rate stays as it is.
     """
 
     times: float | None
@@ -196,7 +171,7 @@ class ScaleDown(Policy):
 
 @dataclass(frozen=True)
 class DelayCompensated(Policy):
-    """Correct for the way the weights have gone since: g + lam * g * g * (w_now - w_then).
+    """Correct for the movement of the weights: g + lam * g * g * (w_now - w_then).
 
     Adaptive: lam = strength / sqrt(MS + 1e-7), MS a running mean (.95) of g * g; strength 2.
     Constant: lam = strength, .04.
@@ -265,25 +240,20 @@ class StepNorm:
         self._empty = True
 
     def add(self, norm: float) -> None:
-        """The norm of one more update."""
+        """Add the norm of one more update."""
         keep = 0.0 if self._empty else self._memory
         self.value = keep * self.value + (1 - keep) * norm
         self._empty = False
 
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (LowerRate, Drop, ScaleDown, DelayCompensated, GapAware)
-}
-
-
 @dataclass(frozen=True)
 class Synchronous(Record):
-    """Everybody works on the same version; an update is made of all, or of the first, of them.
+    """All workers use the same version; an update takes all their gradients, or the first ones.
 
-        Synchronous()           the answer of one device on the same global batches
-        Synchronous(spares=2)   the last two of every step are not waited for
+        Synchronous()           the result of one device on the same global batches
+        Synchronous(spares=2)   every step goes on without its last two workers
 
-    requeue: work that came too late goes back into the epoch; False: its examples are lost.
+    requeue: late work goes back into the epoch; False: its examples are lost.
     """
 
     spares: int = 0
@@ -296,10 +266,10 @@ class Synchronous(Record):
 
 @dataclass(frozen=True)
 class Asynchronous(Record):
-    """Nobody waits: every gradient is applied when it comes, however old its weights.
+    """No worker waits: every gradient is applied when it arrives, however old its weights.
 
         Asynchronous(staleness=[ScaleDown(), Drop(older_than=16)], warmup=Ramp(steps=500))
-        Asynchronous(bound=3)    a worker waits when it is more than 3 steps ahead of the last
+        Asynchronous(bound=3)    a worker waits when it is more than 3 steps ahead of the slowest
         Asynchronous(buffer=10)  an update is the mean of 10 gradients
 
     requeue: dropped work goes back into the epoch; False: its examples are lost.
@@ -326,27 +296,32 @@ class Asynchronous(Record):
         whole("buffer of Asynchronous", self.buffer, 1)
         flag("requeue of Asynchronous", self.requeue)
 
-    def to_json(self) -> dict[str, Any]:
-        return super().to_json() | {
-            "staleness": [policy.to_json() for policy in self.staleness],
-            "warmup": self.warmup and self.warmup.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Self:
-        given = settings(plain, cls.__name__, set(cls.__dataclass_fields__))
-        if "staleness" in given:
-            given["staleness"] = [Policy.from_json(each) for each in given["staleness"]]
-        if given.get("warmup") is not None:
-            given["warmup"] = Ramp.from_json(given["warmup"])
-        return cls(**given)
-
 
 Updates = Synchronous | Asynchronous
 
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Synchronous, Asynchronous, Ramp),
+        *(LowerRate, Drop, ScaleDown, DelayCompensated, GapAware),
+    )
+}
 
-def from_json(plain: Mapping[str, Any]) -> Updates:
-    """Either kind of updates from what `to_json` wrote."""
-    if plain.get("kind") == "Synchronous":
-        return Synchronous.from_json(plain)
-    return Asynchronous.from_json(plain)
+
+def from_json(plain: Any) -> Any:
+    """Return what `to_json` wrote, records inside of records, too."""
+    if isinstance(plain, list):
+        return [from_json(each) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    settings = {name: from_json(value) for name, value in plain.items()}
+    kind = _KINDS.get(str(settings.pop("kind", None)))
+    if kind is None:
+        raise UsageError(
+            f"there is no kind of updates or policy {plain.get('kind')!r}; "
+            f"there are {', '.join(_KINDS)}."
+        )
+    try:
+        return kind(**settings)
+    except TypeError as problem:
+        raise UsageError(f"{plain!r}: {problem}. Do all tasks run one version?") from problem

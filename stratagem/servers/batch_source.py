@@ -1,4 +1,4 @@
-"""Batches that the chief reads, and deals out so far ahead that no worker waits."""
+"""Batches that the chief reads and deals, far enough ahead that no worker waits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from stratagem.servers.client import Client
 
 log = logging.getLogger("stratagem")
 
-#: batches that wait to be taken, for each worker
+#: queued batches per worker
 AHEAD = 2
 
-#: cuts one batch into at most so many parcels
+#: cuts one batch into at most so many parts
 Cut = Callable[[int], list[dict[str, Any]]]
 
 
 class BatchSource:
-    """Deals the batches of an iterator out to the workers."""
+    """Deals the batches of an iterator to the workers."""
 
     def __init__(
         self,
@@ -36,20 +36,19 @@ class BatchSource:
         first: int = 0,
         ends: Callable[[int], bool] = lambda dealt: False,
     ) -> None:
-        """`first`: the number of the first batch; `ends` says, of how many were dealt, whether the
-        rest is left for later."""
+        """`first`: the number of the first batch; `ends(dealt)`: whether to stop after so many."""
         assert worker.plan is not None
         self._ends = ends
         self._worker, self._epoch, self._batches, self._parts = worker, epoch, batches, parts
         self._ahead = AHEAD * worker.plan.workers
         self._left = 0
-        #: whether all are dealt that will be; and whether there are no others
+        #: whether dealing is finished, and whether the iterator is exhausted
         self.closed = self.dry = False
         #: the number of the next batch
         self.dealt = self._first = first
 
     def fill(self) -> None:
-        """Deal until enough waits, or nothing is left."""
+        """Deal until enough batches are queued, or none is left."""
         if self.closed:
             return
         if self.dealt > self._first:
@@ -74,7 +73,7 @@ class BatchSource:
 
 
 def read(loader: DataLoader[Any], indices: list[int]) -> Any:
-    """Make the batch of these rows as the loader would, on the worker that trains on it."""
+    """Make the batch of these rows as the loader would."""
     collate: Any = loader.collate_fn
     dataset: Any = loader.dataset
     if getattr(dataset, "__getitems__", None) is not None:
@@ -94,14 +93,14 @@ def say_who_reads(loader: DataLoader[Any]) -> None:
 
 
 class IndexSource:
-    """Batches of indices, in the order in which the loader itself would take them."""
+    """Batches of indices, in the loader's own order."""
 
     def __init__(self, loader: DataLoader[Any], journal: PassJournal | None = None) -> None:
         self._loader, self._begun = loader, False
         self._journal = PassJournal() if journal is None else journal
         found = [loader.generator, getattr(loader.sampler, "generator", None)]
         self._dice = [dice for dice in found if isinstance(dice, torch.Generator)]
-        #: by batches drawn in this pass: what the dice were then
+        #: for each batch drawn in this pass: the states of the rngs
         self._drawn: list[list[torch.Tensor]] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -109,7 +108,7 @@ class IndexSource:
         loader = self._loader
         self._journal.begin(dice_of(loader))
         if not (self._begun and loader.persistent_workers):
-            # A loader draws a seed for its workers first, from the dice that may shuffle as well.
+            # A loader draws a seed for its workers first, from the rng that may also shuffle.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._begun = True
         self._journal.before_first()
@@ -120,14 +119,14 @@ class IndexSource:
             yield batch
 
     def rewind(self, taken: int) -> None:
-        """The pass was left after so many batches: what was drawn ahead was drawn in vain."""
+        """Reset the rngs to a pass that was left after so many batches."""
         if 0 < taken <= len(self._drawn):
             for dice, state in zip(self._dice, self._drawn[taken - 1], strict=True):
                 dice.set_state(state)
 
 
 def parts_of_indices(batch: Any) -> Cut:
-    """Indices travel; the worker that gets them fetches the examples."""
+    """Cut a batch of indices; the worker that gets them reads the examples."""
     indices = [int(i) for i in batch]
 
     def cut(parts: int) -> list[dict[str, Any]]:
@@ -138,7 +137,7 @@ def parts_of_indices(batch: Any) -> Cut:
 
 
 def parts_of_rows(batch: Any) -> Cut:
-    """The examples themselves travel."""
+    """Cut a batch of examples, which are sent themselves."""
     total = count_rows(batch)
 
     def cut(parts: int) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""A worker's side of the job: what it asks of the servers, and tells them.
+"""A worker's client: its requests to the servers.
 
     next    a ticket, and the newest values
     push    a gradient: the coordinator decides about it, once for all shards
-    ask     any other request that the servers' table has (coordinator_requests.py)
+    ask     any other request of the servers' table (coordinator_requests.py)
 
-How values and gradients travel: transfers.py.
+Values and gradients travel by transfers.py; server_state.py says how the class is made up.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from stratagem.wire.tree import decode, encode
 
 log = logging.getLogger("stratagem")
 
-_FRESH = 0.02  # seconds after which values that came ahead are fetched anew
+_FRESH = 0.02  # seconds after which values that came with a push are fetched again
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Something to do: a ticket, the epoch that it belongs to, and its data if that travels."""
+    """A ticket to work on, its epoch, and its data if that travels."""
 
     ticket: Ticket
     epoch: int
@@ -47,7 +47,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class EpochOver:
-    """Every batch of the epoch has been applied; `void`: but for what was pushed here last."""
+    """The epoch is over; `void`: the last push of this worker was dropped again."""
 
     epoch: int
     void: bool = False
@@ -55,7 +55,7 @@ class EpochOver:
 
 @dataclass(frozen=True)
 class FitOver:
-    """The chief has ended the training; what it tells the others."""
+    """The chief has ended the training; `told` is its message to the other workers."""
 
     told: Any
 
@@ -74,31 +74,27 @@ class Client(Transfers):
         *,
         returns: bool = False,
     ) -> None:
-        """`watch` is called while servers do not answer yet, and may raise. `returns`: to servers
-        one of which was lost."""
-        self.index, self.name, self.is_chief = index, name, chief
-        #: the last epoch that this worker has done with
+        """`watch` is called while servers do not answer yet, and may raise. `returns`: the worker
+        meets the servers again after one was lost."""
+        me = {"worker": index, "name": name, "chief": chief, "returns": returns}
+        super().__init__(index, Connections(me, address, patience, watch))
+        self.name, self.is_chief = name, chief
+        #: the last epoch that this worker has finished
         self.epoch = 0
-        #: how many trainings this process has taken part in
-        self.fits = 0
-        #: ends a training that is still open: a prepared loop's
+        #: ends the open training of a prepared loop
         self.at_end: Callable[[], None] | None = None
         #: the loader of that loop
         self.prepared: Any = None
-        #: gives the model back as it is, after a training that has failed
+        #: gives the model back after a training has failed
         self.at_fall: Callable[[], None] | None = None
-        super().__init__()
-        me = {"worker": index, "name": name, "chief": chief, "returns": returns}
-        self.lines = Connections(me, address, patience, watch)
         if chief:
             self.lines.heartbeat.on_figures = SlowWatch().hear
-        #: of the steps of this worker
         self.figures = StepFigures(name, self.lines.heartbeat.send_figures)
 
     # --- a fit ------------------------------------------------------------------------------
 
     def enter(self, fit: int) -> tuple[TrainingPlan, Any] | FitOver:
-        """Wait for the chief to begin the fit; its plan, and what it has put beside."""
+        """Wait for the chief to begin the fit; return its plan and its message."""
         header, told = self.ask("enter", fit=fit)
         if "plan" not in header:
             return FitOver(told)
@@ -109,11 +105,11 @@ class Client(Transfers):
     def join(
         self, fit: int, params: Sequence[nn.Parameter], names: Sequence[str] = ()
     ) -> FitOver | None:
-        """Take a slot at every server, and have the parameters live in memory they can reach."""
+        """Take a slot at every server, and move the parameters to memory that servers can reach."""
         assert self.plan is not None
         self.begin_traffic(WorkerMemory(self.plan, params, near=self.lines.near, names=names))
         self.epoch, self._strict = 0, False
-        self._told: Any = None
+        self._settings: Any = None
         self._ahead = None
         self._came = 0.0
         if self.plan.backups:
@@ -124,20 +120,20 @@ class Client(Transfers):
         if "over" not in header:
             return None
         over = FitOver(told)
-        if "after" in header:  # the servers still have what came of it
+        if "after" in header:  # the servers still have its values
             self._after = int(header["after"])
             self.refresh()
         self.memory.close()
         return over
 
     def settle(self) -> None:
-        """End a training that a prepared loop has left open."""
+        """End the open training of a prepared loop."""
         if self.at_end is not None:
             end, self.at_end, self.prepared = self.at_end, None, None
             end()
 
     def fall(self) -> None:
-        """Nothing comes of the training: the model is the user's own again."""
+        """Give the model back to the user after a failed training."""
         self.at_end = self.prepared = None
         if self.at_fall is not None:
             fall, self.at_fall = self.at_fall, None
@@ -151,7 +147,7 @@ class Client(Transfers):
     def next(
         self, feed: Callable[[], None] | None = None, *, wait: bool = True
     ) -> Assignment | EpochOver | FitOver:
-        """Wait for something to do, with the newest values; `feed` puts more batches up.
+        """Wait for work, with the newest values; `feed` deals more batches.
 
         Without `wait` the values may still be on their way: `arrive` waits for them.
         """
@@ -165,9 +161,9 @@ class Client(Transfers):
     def next_above(
         self, low: int | None, *, wait: bool = True
     ) -> Assignment | EpochOver | FitOver | None:
-        """As `next`, but None when no more than `low` tickets are left for anybody to take.
+        """As `next`, but return None when no more than `low` tickets are left in the queue.
 
-        For a worker that deals and works in turn: nobody else deals while it waits.
+        For the chief, which deals and works in turn: no batch is dealt while it waits.
         """
         work: Assignment | None = self._ahead
         self._ahead = None
@@ -186,20 +182,20 @@ class Client(Transfers):
                 return EpochOver(self.epoch, bool(told.get("void")))
             work = self._take(told, frame)
         elif time.monotonic() - self._came > _FRESH:
-            self.refresh()  # something else was done meanwhile, and the others went on
+            self.refresh()  # time has passed, and other workers went on
         if wait:
             self.arrive()
         return work
 
     def retire(self) -> FitOver:
-        """Take no more work, and wait for the chief to end the training."""
+        """Take no more work; wait for the chief to end the training."""
         self._ahead = None  # it goes back with this
         header, told = self.ask("retire")
         self._after = int(header["after"])
         return FitOver(told)
 
     def _take(self, told: Mapping[str, Any], frame: Frame) -> Assignment:
-        """A ticket has come; its values are on their way."""
+        """Receive a ticket that has come; its values are on their way."""
         payload = frame.room(int(told.get("payload", 0)))
         if "payload" in told:
             self.lines.read_into(0, [payload], more=True)
@@ -209,7 +205,7 @@ class Client(Transfers):
         settling = self._settle(after)
         carry, lines = self._transfer_threads.carry, self.lines.of
         carry(lines(0)[0], lambda: self._take_values(0, told))
-        for each in settling:  # before values: one of these may have to be asked for them
+        for each in settling:  # before values, which these holders may have to send
             self.lines.finish(*each)
         for i in range(1, len(self.lines)):
             carry(lines(i)[0], partial(self._take_from, i, after))
@@ -226,7 +222,7 @@ class Client(Transfers):
         examples: int,
         settings: list[dict[str, Any]] | None = None,
     ) -> bool:
-        """Hand in the gradients that lie in memory; whether they count."""
+        """Push the gradients in memory; return whether they count."""
         self.memory.landed()
         used = self.memory.used()
         streamed = self.finish_stream()
@@ -241,10 +237,10 @@ class Client(Transfers):
         }
         assert self.plan is not None
         if isinstance(self.plan.updates, Asynchronous) and not self._transfer_threads:
-            # what threads bring would change the values while others may look at them
+            # threads would change the values while the caller may read them
             header["next"], header["strict"] = [self.epoch, self._have[0]], self._strict
-        if settings is not None and settings != self._told:
-            self._told, header["settings"] = settings, settings
+        if settings is not None and settings != self._settings:
+            self._settings, header["settings"] = settings, settings
         frame = self._ask_for_verdict(header, laid=0 in streamed)
         answer = frame.header
         self._after = int(answer["after"])
@@ -258,17 +254,17 @@ class Client(Transfers):
         return bool(answer["kept"])
 
     def abandon(self, ticket: Ticket) -> None:
-        """Stop working on a ticket that came too late."""
+        """Give up a ticket that came too late."""
         self.finish_stream()
         self.memory.forget()
         self.ask("abandon", serial=ticket.serial)
 
     def want(self, epoch: int) -> None:
-        """From now on work of this very epoch, for a loop that counts them itself."""
+        """Ask for work of exactly this epoch from now on; for loops that count epochs."""
         self.epoch, self._strict = epoch - 1, True
 
     def stand_aside(self, epoch: int) -> None:
-        """Have nobody wait for this worker until it wants work of another epoch."""
+        """Leave the loop: no worker waits for this one until it wants another epoch's work."""
         self.finish_stream()
         self.memory.forget()
         self._ahead = None  # it goes back with this
@@ -285,7 +281,7 @@ class Client(Transfers):
         last: bool,
         payloads: Sequence[Any] = (),
     ) -> int:
-        """Put batches up; returns how many tickets nobody has taken yet."""
+        """Deal batches; return how many tickets are left in the queue."""
         parcels = [encode(payload) for payload in payloads]
         header = {
             "t": "deal",
@@ -298,7 +294,7 @@ class Client(Transfers):
         return int(self.lines.call(0, header, parcels).header["left"])
 
     def gather(self) -> tuple[list[Any], float, int]:
-        """Every worker's report on the epoch, the loss added up, and over how many examples."""
+        """Return all workers' reports on the epoch, the summed loss, and its number of examples."""
         frame = self.lines.call(0, {"t": "gather"})
         trees = [frame.room(int(size)) for size in frame.header["sizes"]]
         if frame.size:
@@ -307,26 +303,26 @@ class Client(Transfers):
         return [decode(tree) for tree in trees], float(told["loss"]), int(told["examples"])
 
     def report(self, tree: Any) -> None:
-        """Tell the chief what this worker has counted in the epoch that is over."""
+        """Send the chief this worker's counts of the epoch that is over."""
         self.ask("report", tree, epoch=self.epoch)
 
     def set_settings(self, groups: list[dict[str, Any]]) -> None:
-        """Have the servers' optimizers follow, unless they know."""
-        if groups != self._told:
-            self._told = groups
+        """Send the servers' optimizers these settings, if they are new."""
+        if groups != self._settings:
+            self._settings = groups
             self.ask("settings", groups=groups)
 
     def finish(self, told: Any) -> None:
-        """End the fit; `told` is what the others get to hear."""
+        """End the fit; the other workers get `told`."""
         self.put_back()
         self.ask("finish", told)
 
     def stats(self) -> Stats | None:
-        """What the coordinator has counted; any thread may ask at any time."""
+        """Return the coordinator's statistics. Thread-safe."""
         return self.lines.stats()
 
     def close(self, *, goodbye: bool = True) -> None:
-        """Leave the job; without a goodbye the servers are gone, or nobody is to wait for them."""
+        """Leave the job; without a goodbye if the servers are gone or need not be waited for."""
         if goodbye:
             self.finish_stream()
         else:

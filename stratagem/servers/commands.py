@@ -1,4 +1,4 @@
-"""The commands that every server gets: the same ones in the same order."""
+"""The coordinator's orders, which every server gets in the same sequence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OwnShard(Protocol):
     failure: ReplicaError | None
 
     def training(self) -> TrainingPlan:
-        """Return the plan of the fit that is under way, or was last."""
+        """Return the plan of the present or last fit."""
 
     def obey(self, order: Order) -> Any:
         """Carry out an order."""
@@ -50,11 +50,11 @@ class Commands:
         self, shard: OwnShard, far: Sequence[OtherShard], end_job: Callable[[ReplicaError], None]
     ) -> None:
         self._shard, self._far, self._end_job = shard, list(far), end_job
-        #: how many orders the fit has seen: who needs their effect waits for as many
+        #: how many orders the fit has had; a request that needs their effect waits for as many
         self.given = 0
 
     def begin(self, plan: TrainingPlan) -> None:
-        """A fit begins, with this plan."""
+        """Begin a fit with this plan."""
         self.given, self._plan = 0, plan
         policies = plan.updates.staleness if isinstance(plan.updates, Asynchronous) else ()
         self._gaps = [(each, each.step_norm()) for each in policies if each.needs_gap]
@@ -109,7 +109,7 @@ class Commands:
         limit = self._plan.clip.norm
         if limit is not None:
             norm = sum(self.ask(["norm", scale])) ** 0.5
-            if not norm <= limit:  # or it is no number, and then nothing is
+            if not norm <= limit:  # also if it is NaN
                 scale *= limit / (norm + self._plan.clip.margin)
         self.give(["apply", scale, update.rate])
         self._measure_step()

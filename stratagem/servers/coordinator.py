@@ -2,9 +2,8 @@
 
     push -> ledger: keep or drop, once for all shards -> orders to every server, in one order
 
-Everything happens under the lock of the coordinator's own shard. Waiting is done in the thread of
-the connection that asks, so a worker that waits keeps nobody else from being served. What workers
-ask of the coordinator besides: coordinator_requests.py.
+Everything happens under the lock of the coordinator's own shard. A request waits in the thread of
+its connection, so other workers are served meanwhile. Other requests: coordinator_requests.py.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Answer = tuple[dict[str, Any], list[Tensor]]
 
 
 class Coordinator:
-    """The state of a training, and the decisions about it. Any thread may call any method."""
+    """The state of a training, and the decisions about it. Thread-safe."""
 
     def __init__(
         self,
@@ -40,8 +39,8 @@ class Coordinator:
         alive: Callable[[], set[int]] = set,
         dismiss: Callable[[str, ReplicaError], None] = lambda *_: None,
     ) -> None:
-        """alive     the workers whose processes are heard, whether they train or not
-        dismiss   hang up on the process of this placement, and tell it why
+        """alive     returns the workers whose processes are heard, whether they train or not
+        dismiss   hangs up on the process of a placement, and tells it why
         """
         self.shard, self.clock = shard, clock
         self.end_job, self.alive, self.dismiss = end_job, alive, dismiss
@@ -50,29 +49,29 @@ class Coordinator:
         self.commands = Commands(shard, far, end_job)
         self.ledger: Ledger | None = None
         self.plan: TrainingPlan | None = None
-        #: the number of the fit that is under way, or was last
+        #: the number of the present or last fit
         self.fit = -1
         self.running = False
-        #: the chief has left, so no other fit will begin
+        #: whether the chief has left, so that no other fit will begin
         self.closed = False
         self.epoch = Epoch()
         self.failure: ReplicaError | None = None
         #: which servers hold the other shards; none in a simulation
         self.holders: Holders | None = None
-        #: workers to be told that their ticket is too late; once is enough, they may not listen
+        #: workers that still have to be told that their ticket is late
         self._late: set[int] = set()
-        #: by worker: the batch (Ticket.first) that it did last
+        #: by worker: the batch (Ticket.first) that it last did a part of
         self.done: dict[int, int] = {}
-        #: who waits for work, and since when; by worker, when it last got some
+        #: when each waiting participant began to wait; by worker, when it last got a ticket
         self.waiting: dict[Participant, float] = {}
         self._taken: dict[int, float] = {}
-        #: means that the chief has made of what workers reported, and of which epoch
+        #: the epoch and the means that the chief has made of the workers' reports
         self.means: tuple[int, Tensor] | None = None
-        #: what the chief has put beside the parameters, and what it said at the end
+        #: the chief's messages at the begin and at the end of the fit
         self.beside = self.told = torch.empty(0, dtype=torch.uint8)
 
     def open(self, fit: int, plan: TrainingPlan, beside: Tensor) -> None:
-        """Begin the chief's fit; every server has the plan and its values."""
+        """Begin a fit; every server has the plan and its values."""
         with self.changed:
             self.check()
             self.plan, self.fit, self.running = plan, fit, True
@@ -105,7 +104,7 @@ class Coordinator:
             return {}, []
 
     def leave(self, participant: Participant, *, dead: bool = False) -> None:
-        """Take a worker out: its tickets go back, and the gates count anew.
+        """Remove a worker: its tickets go back to the queue.
 
         If it is dead, the other servers hang up as well; else it may take part in the next fit.
         """
@@ -127,12 +126,12 @@ class Coordinator:
             self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise what has ended the job, if anything has."""
+        """Raise the error that has ended the job, if any."""
         if self.failure is not None:
             raise self.failure
 
     def open_ledger(self) -> Ledger:
-        """Return the ledger of the fit that is under way, which must be."""
+        """Return the ledger of the present fit; raise if there is none."""
         self.check()
         if self.ledger is None or not self.running:
             raise UsageError("no training is under way here")
@@ -141,7 +140,7 @@ class Coordinator:
     def ledger_of(self, participant: Participant) -> Ledger | None:
         """Return the ledger, if the participant's fit is under way.
 
-        Raises if another process has its place there.
+        Raises if another process has taken its place.
         """
         if self.failure is not None:
             raise self.failure
@@ -159,9 +158,9 @@ class Coordinator:
         return isinstance(updates, Synchronous) and not updates.spares
 
     def held_up(self) -> list[tuple[Participant, float]]:
-        """Return which workers hold tickets while another worker waits, and for how long.
+        """Return the workers that hold tickets while another worker waits, and for how long.
 
-        It does not wait for the lock: nobody is named while an order is carried out.
+        Does not wait for the lock: while an order is carried out the list is empty.
         """
         if not self.changed.acquire(blocking=False):
             return []
@@ -188,10 +187,10 @@ class Coordinator:
         since: float,
         strict: bool = False,
     ) -> Answer | None:
-        """What there is for a worker that has waited since then; None: nothing yet.
+        """Return the answer for a worker that has waited since `since`; None: nothing yet.
 
-        Who feeds is told when no more than so many tickets are left to take, instead of waiting
-        for itself.
+        With `feeds`, the answer is "hungry" when no more than so many tickets are queued: the
+        worker deals batches itself.
         """
         with self.changed:
             ledger = self.ledger_of(participant)
@@ -216,7 +215,7 @@ class Coordinator:
             return ({"hungry": True}, []) if hungry else None
 
     def last_words(self, participant: Participant) -> Answer:
-        """What a worker is told whose fit is over, and how far servers must be for its values."""
+        """Return the answer for a worker whose fit is over, with the order to fetch after."""
         after = self.commands.given * (participant.fit == self.fit)
         return {"end": True, "after": after}, [self.told]
 
@@ -235,7 +234,7 @@ class Coordinator:
         payload = self.epoch.payloads.get(ticket.serial) if self.epoch.payloads else None
         if payload is not None:
             header["payload"] = payload.numel()
-            body = [payload, *body]  # first, so that it can be unpacked while the rest comes
+            body = [payload, *body]  # first, to be unpacked while values arrive
         return header, body
 
     def abandon(self, participant: Participant, serial: int) -> None:
@@ -249,7 +248,7 @@ class Coordinator:
                 self.wake(ledger, turn)
 
     def skip(self, participant: Participant, serial: int) -> None:
-        """Count a ticket as done for which the worker made no gradient."""
+        """Count a ticket without a gradient as done."""
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is not None:
@@ -274,13 +273,13 @@ class Coordinator:
         holders: int | None = None,
         lost: Sequence[int] | None = None,
     ) -> Answer:
-        """Decide on a gradient that lies in the worker's slot on every server.
+        """Decide on a gradient that is in the worker's slot on every server.
 
         notes   the loss and the number of examples
-        holders the generation of servers for which it lies there, with backups; `lost`: but for
-                these, which the worker does not reach any more
-        next    the worker's epoch and version: its next ticket comes with the answer, if there is
-                one; else it would wait once more for its turn, behind others' updates
+        holders with backups, the generation of servers that have the gradient, without those in
+                `lost`, which the worker does not reach any more
+        next    the worker's epoch and version: the answer has its next ticket, if there is one,
+                which saves waiting for the lock once more
         """
         with self.changed:
             ledger = self.ledger_of(participant)
@@ -328,7 +327,7 @@ class Coordinator:
         verdict = ledger.push(push)
         if verdict.kept:
             assert ticket is not None
-            self.epoch.payloads.pop(ticket.serial, None)  # nobody will ask for it
+            self.epoch.payloads.pop(ticket.serial, None)  # not needed again
             self.done[push.worker] = ticket.first
             loss, examples = notes
             self.epoch.tally.waiting.append((float(loss), push.weight, int(examples)))
@@ -338,17 +337,17 @@ class Coordinator:
             self.epoch.tally.fold()
         if update is not None or not verdict.kept:
             self.settle()
-        elif ledger.turn != turn or self._late:  # else nobody has become late
+        elif ledger.turn != turn or self._late:  # else no worker has become late
             self._tell_late()
         return verdict
 
     def wake(self, ledger: Ledger, turn: int) -> None:
-        """Wake waiting threads, but only if something has changed since that turn."""
+        """Wake waiting threads if the ledger has changed since that turn."""
         if ledger.turn != turn or ledger.over:
             self.changed.notify_all()
 
     def settle(self) -> None:
-        """Apply every other complete update, and tell workers whose tickets are too late now."""
+        """Apply all other complete updates, and notify workers whose tickets are late now."""
         assert self.ledger is not None
         while (update := self.ledger.ripe()) is not None:
             self.commands.apply(update)

@@ -1,4 +1,4 @@
-"""The coordinator's requests: about the training as a whole."""
+"""Requests to the coordinator, about the training as a whole; leaving.py has two more."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from stratagem.cluster.failure import failed
-from stratagem.errors import NotDistributable, ReplicaLost
-from stratagem.rules.ledger import Ledger
+from stratagem.errors import ReplicaLost
 from stratagem.rules.tickets import Push
 from stratagem.servers.coordinator import Answer, Coordinator
+from stratagem.servers.leaving import nobody_works, refuse_torn
 from stratagem.servers.participants import Epoch, Participant
 from stratagem.servers.requests import CHIEF, MEMBER, WORKER, Number, Peer, request, tree
 from stratagem.servers.shard_requests import gradient
@@ -28,7 +28,7 @@ request("skip", MEMBER, serial=int)(Coordinator.skip)
 
 @request("clear", CHIEF)
 def clear(coordinator: Coordinator, peer: Peer) -> None:
-    """Before another fit: wait until the last fit's workers have its values."""
+    """Prepare another fit: wait until the workers of the last one have its values."""
     with coordinator.changed:
         coordinator.running = False
         if peer.participant is not None:
@@ -44,7 +44,7 @@ def clear(coordinator: Coordinator, peer: Peer) -> None:
 
 @request("begin", CHIEF, body=tree, fit=int)
 def begin(coordinator: Coordinator, peer: Peer, fit: int, body: Tensor) -> None:
-    """Begin a fit, with what the chief has put beside the parameters."""
+    """Begin a fit; `body` is sent to the other workers."""
     coordinator.open(fit, coordinator.shard.training(), body)
 
 
@@ -63,14 +63,14 @@ def enter(coordinator: Coordinator, peer: Peer, fit: int) -> Answer:
             coordinator.changed.wait(0.5)
         coordinator.check()
         if coordinator.fit > fit:
-            return {"over": True}, []  # and its values are no more
+            return {"over": True}, []  # its values are gone
         assert coordinator.plan is not None
         return {"plan": coordinator.plan.to_json()}, [coordinator.beside]
 
 
 @request("join", WORKER, fit=int)
 def join(coordinator: Coordinator, peer: Peer, fit: int) -> Answer:
-    """Take part in a fit; an earlier process in this worker's place counts no more."""
+    """Take part in a fit, replacing an earlier process in this worker's place."""
     peer.participant = Participant(
         peer.worker, peer.name, peer.token, peer.offer, fit, chief=peer.chief
     )
@@ -91,14 +91,14 @@ def join(coordinator: Coordinator, peer: Peer, fit: int) -> Answer:
 
 @request("leave", WORKER)
 def leave(coordinator: Coordinator, peer: Peer) -> None:
-    """Take part no more; the process may come for the next fit."""
+    """Leave the fit; the process may come for the next one."""
     if peer.participant is not None:
         coordinator.leave(peer.participant)
 
 
 @request("retire", MEMBER)
 def retire(coordinator: Coordinator, participant: Participant) -> Answer:
-    """Take no more tickets: wait for the end of the fit, to fetch its last values."""
+    """Take no more tickets, and wait for the end of the fit."""
     with coordinator.changed:
         if (ledger := coordinator.ledger_of(participant)) is not None:
             coordinator.participants.retired.add(participant)
@@ -114,16 +114,16 @@ def retire(coordinator: Coordinator, participant: Participant) -> Answer:
 def finish(coordinator: Coordinator, peer: Peer | None, body: Tensor) -> None:
     """End the fit; `body` is sent to the other workers.
 
-    In step that is after the batch which the chief has done its part of.
+    In step it ends after the batch that the chief has done its part of.
     """
     chief = None if peer is None else peer.participant
     with coordinator.changed:
         while coordinator.in_step and coordinator.running and coordinator.open_ledger().states.kept:
             ledger = coordinator.open_ledger()
-            _refuse_torn(ledger, idle=coordinator.participants.nobody_works(ledger, chief))
+            refuse_torn(ledger, idle=nobody_works(coordinator, ledger, chief))
             coordinator.changed.wait(0.5)
         if coordinator.in_step and coordinator.running:
-            _refuse_torn(coordinator.open_ledger())
+            refuse_torn(coordinator.open_ledger())
         coordinator.running, coordinator.told = False, body
         coordinator.changed.notify_all()
 
@@ -138,7 +138,7 @@ def fail(coordinator: Coordinator, peer: Peer, text: str) -> None:
 
 
 def payloads(_: Any, peer: Peer, frame: Frame) -> Sequence[Tensor]:
-    """Read the examples that go with tickets, one block for each."""
+    """Read the tickets' examples, one block for each."""
     if not frame.size:
         return ()
     return torch.split(peer.connection.read(TREE_LIMIT), frame.header["sizes"])
@@ -154,14 +154,14 @@ def deal(
     last: bool,
     body: Sequence[Tensor] = (),
 ) -> dict[str, Any]:
-    """Deal batches: `runs` of (how many, in how many parts each), from number `first` on."""
+    """Deal batches from number `first` on; `runs` of (count, parts of each batch)."""
     with coordinator.changed:
         ledger, participants = coordinator.open_ledger(), coordinator.participants
         if epoch > coordinator.epoch.number:
             coordinator.epoch = Epoch(epoch)
             ledger.open_epoch()
             if coordinator.in_step:
-                _refuse_torn(ledger)
+                refuse_torn(ledger)
                 for worker in list(participants.aside):  # each has a part of every batch
                     participants.come_back(ledger, worker)
         blocks = iter(body)
@@ -188,10 +188,10 @@ def next_ticket(
     feeds: int | None,
     strict: bool | None,
 ) -> Answer:
-    """Wait for a ticket, which comes with the newest values; or for the end of something.
+    """Wait for a ticket, which comes with the newest values, or for the end of the epoch or fit.
 
-    `epoch` is the last one that the worker has done with; `strict`: it wants work of the very
-    next, and is told that this is over if the chief has gone on.
+    `epoch` is the last one that the worker has finished; `strict`: it wants work of exactly the
+    next, which is answered as over if the chief has gone on.
     """
     with coordinator.changed:
         begun = coordinator.clock()
@@ -210,9 +210,9 @@ def next_ticket(
 
 
 def _gathering(coordinator: Coordinator, participant: Participant) -> bool:
-    """Whether a training in step has just begun and an expected worker has not come yet.
+    """Return whether a training in step has just begun and an expected worker has not come.
 
-    Without waiting, the first worker would do the parts of all, with several steps an update.
+    Otherwise the first worker would do all parts, with several steps per update.
     """
     counts = coordinator.ledger_of(participant) is not None
     return (
@@ -247,70 +247,9 @@ def push(
     weight: float,
     **told: Any,
 ) -> Answer:
-    """Decide on a gradient; it has come with this request, or before."""
+    """Decide on a gradient, which has come with this request or before."""
     made = Push(participant.worker, serial, version, float(weight))
     return coordinator.push(participant, made, **told)
-
-
-@request("aside", MEMBER, epoch=int)
-def stand_aside(coordinator: Coordinator, participant: Participant, epoch: int) -> dict[str, Any]:
-    """A worker's loop over an epoch was left: nobody waits for it until it comes for another.
-
-    In step the chief's leaving ends the epoch for all; and the batch that the worker has done
-    its part of is waited for, since it will look at what came of it.
-    """
-    with coordinator.changed:
-        ledger, worker = coordinator.ledger_of(participant), participant.worker
-        if ledger is None:
-            return {"after": 0}
-        turn = ledger.turn
-        ledger.leave(worker)
-        if epoch < coordinator.epoch.number:  # the chief has gone on already
-            ledger.join(worker)
-        else:
-            coordinator.participants.aside.add(worker)
-            if participant.chief and coordinator.in_step:
-                _end_epoch(coordinator, ledger, worker)
-        coordinator.settle()
-        coordinator.wake(ledger, turn)
-        while (
-            coordinator.in_step
-            and coordinator.ledger_of(participant) is ledger
-            and ledger.states.kept
-        ):
-            idle = coordinator.participants.nobody_works(ledger, None)
-            if coordinator.epoch.number > epoch or idle:
-                break  # what is begun waits for this worker; or who comes next is told
-            coordinator.changed.wait(0.5)
-        return {"after": coordinator.last_words(participant)[0]["after"]}
-
-
-@request("enough", MEMBER)
-def end_early(coordinator: Coordinator, chief: Participant) -> None:
-    """The chief wants no more batches in this epoch: what is in hand is finished."""
-    with coordinator.changed:
-        _end_epoch(coordinator, coordinator.open_ledger(), chief.worker)
-        coordinator.settle()
-        coordinator.changed.notify_all()
-
-
-def _end_epoch(coordinator: Coordinator, ledger: Ledger, chief: int) -> None:
-    epoch = coordinator.epoch
-    epoch.dealt = True
-    dropped = ledger.end_early(coordinator.done.get(chief, -1) if coordinator.in_step else None)
-    if dropped:  # others were a batch ahead of the chief
-        coordinator.commands.give(["forget"])
-        epoch.tally.waiting = []
-        epoch.void |= {push.worker for push in dropped}
-
-
-def _refuse_torn(ledger: Ledger, *, idle: bool = False) -> None:
-    if ledger.torn or idle:
-        raise NotDistributable(
-            "the loop was left when a batch was half done: in step a batch is done when all "
-            "its parts are, and not all workers were here to do theirs. Start them all, or "
-            "leave the loop when the epoch is over."
-        )
 
 
 # --- what is known of the training ----------------------------------------------------------
@@ -318,7 +257,7 @@ def _refuse_torn(ledger: Ledger, *, idle: bool = False) -> None:
 
 @request("settings", WORKER, groups=list)
 def settings(coordinator: Coordinator, peer: Peer, groups: list[dict[str, Any]]) -> None:
-    """Give the servers' optimizers other settings."""
+    """Change the settings of the servers' optimizers."""
     with coordinator.changed:
         coordinator.open_ledger()
         coordinator.commands.give(["settings", groups])
@@ -326,7 +265,7 @@ def settings(coordinator: Coordinator, peer: Peer, groups: list[dict[str, Any]])
 
 @request("snapshot", WORKER, number=int)
 def snapshot(coordinator: Coordinator, peer: Peer, number: int) -> dict[str, Any]:
-    """Have every server keep its state as of now; return how far to wait for it."""
+    """Have every server keep a snapshot; return the order to wait for."""
     with coordinator.changed:
         coordinator.check()
         coordinator.commands.give(["snapshot", number])
@@ -335,7 +274,7 @@ def snapshot(coordinator: Coordinator, peer: Peer, number: int) -> dict[str, Any
 
 @request("report", MEMBER, body=tree, epoch=int)
 def report(coordinator: Coordinator, participant: Participant, epoch: int, body: Tensor) -> None:
-    """Keep what a worker has counted in an epoch."""
+    """Keep a worker's report on an epoch."""
     with coordinator.changed:
         counts = coordinator.ledger_of(participant) is not None
         if counts and epoch == coordinator.epoch.number:
@@ -345,7 +284,7 @@ def report(coordinator: Coordinator, participant: Participant, epoch: int, body:
 
 @request("gather", CHIEF)
 def gather(coordinator: Coordinator, peer: Peer) -> Answer:
-    """Return all reports of the epoch, once everybody who is awake has reported."""
+    """Return all reports of the epoch, once all workers that are heard have reported."""
     with coordinator.changed:
         reports = coordinator.epoch.reports
         while any(
@@ -361,7 +300,7 @@ def gather(coordinator: Coordinator, peer: Peer) -> Answer:
 
 @request("set means", CHIEF, body=tree, epoch=int)
 def set_means(coordinator: Coordinator, peer: Peer, epoch: int, body: Tensor) -> None:
-    """Keep the means that the chief has made of what was reported."""
+    """Keep the means that the chief has made of the reports."""
     with coordinator.changed:
         coordinator.means = epoch, body
         coordinator.changed.notify_all()
@@ -369,9 +308,9 @@ def set_means(coordinator: Coordinator, peer: Peer, epoch: int, body: Tensor) ->
 
 @request("means", MEMBER, epoch=int)
 def means(coordinator: Coordinator, participant: Participant, epoch: int) -> Answer:
-    """Wait for the means of an epoch; none if there are none.
+    """Wait for the means of an epoch; the answer is empty if there are none.
 
-    Those of the last one stay until another fit begins: the chief may have ended this one.
+    Those of the last epoch stay until another fit begins: the chief may have ended this one.
     """
     with coordinator.changed:
         while True:
@@ -385,7 +324,7 @@ def means(coordinator: Coordinator, participant: Participant, epoch: int) -> Ans
 
 @request("so far", WORKER)
 def so_far(coordinator: Coordinator, peer: Peer) -> dict[str, Any]:
-    """The loss of the epoch's updates added up, and over how many examples."""
+    """Return the summed loss of the epoch's updates, and its number of examples."""
     with coordinator.changed:
         tally = coordinator.epoch.tally
         return {"loss": tally.total, "examples": tally.examples}
@@ -393,7 +332,7 @@ def so_far(coordinator: Coordinator, peer: Peer) -> dict[str, Any]:
 
 @request("stats", WORKER)
 def stats(coordinator: Coordinator, peer: Peer) -> dict[str, Any]:
-    """What the ledger has counted; nothing before the first training."""
+    """Return the ledger's statistics; None before the first training."""
     with coordinator.changed:
         ledger = coordinator.ledger
         return {"stats": None if ledger is None else ledger.recorder.stats().to_json()}

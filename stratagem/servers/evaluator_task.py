@@ -1,4 +1,4 @@
-"""The evaluator's task: takes no part in the training, and learns when it is over."""
+"""The evaluator task, which takes no part in the training and learns when it is over."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class EvaluatorLink:
         spec = place.spec
         secret = secret_for(spec, spec.jobs["ps"], insecure=insecure)
         hello = {"hello": "evaluator", "name": str(place.task)}
-        self._told = [Member("ps 0", spec.jobs["ps"][0])], secret, hello, patience.arrive
-        (self._connection,) = connect_all(*self._told, answers=False)
+        self._target = [Member("ps 0", spec.jobs["ps"][0])], secret, hello, patience.arrive
+        (self._connection,) = connect_all(*self._target, answers=False)
 
     def over(self) -> bool:
-        """Whether the job has ended; where it goes back to a checkpoint, it has not."""
+        """Return whether the job has ended; going back to a checkpoint is no end."""
         while self._connection.readable():
             try:
                 frame = self._connection.receive()
@@ -32,7 +32,7 @@ class EvaluatorLink:
             if frame is None or "again" not in frame.header:
                 return True
             self._connection.close()
-            (self._connection,) = connect_all(*self._told, answers=False)
+            (self._connection,) = connect_all(*self._target, answers=False)
         return False
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class EvaluatorLink:
 
 
 class EvaluatorDevice(ReplicaGroup):
-    """One device that evaluates; it is not the chief, and so writes no checkpoint."""
+    """One device that evaluates; it is not the chief and writes no checkpoint."""
 
     def __init__(self, device: str, name: str, patience: Patience) -> None:
         super().__init__((device,), Settings(), None, patience)

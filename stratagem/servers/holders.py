@@ -1,16 +1,16 @@
-"""Which servers hold which shard, as the coordinator commands them.
+"""The servers that hold each shard, as the coordinator commands them.
 
-With backups a shard lies on several servers: its own, and the next ones in the ring. All of them
-get the same gradients from the workers and the same orders from here, in the same order, so they
-hold the same bits; values are fetched from the first that lives. Shard 0 lies on the coordinator
-alone, which the job cannot lose.
+With backups a shard has several holders: its own server, and the next ones in the ring. All of them
+get the same gradients from the workers and the same orders from the coordinator, in the same
+sequence, so they hold the same bits; values are fetched from the first that lives. Only the
+coordinator holds shard 0: the job cannot lose it.
 
     backups=1       ps 0             ps 1      ps 2
                     0 (coordinator)  1         2
                     2'               -         1'
 
-`generation` counts the servers that have come back. A worker says with its push which generation it
-has laid its gradient down for; one that does not know of a holder yet is told to do so there, too.
+`generation` counts the servers that have come back. A push names the generation whose holders have
+its gradient; a worker that does not know a holder yet is told to send the gradient there, too.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class FarServer:
 
     server: int
     connection: Connection
-    #: whether it has all that it should hold; one that came back gets it from another
+    #: whether it has the shard; a server that came back gets a copy from another holder
     ready: bool = True
-    #: answers that it has been asked for and that were not read
+    #: answers that are due and were not read
     owed: int = 0
 
     @property
@@ -58,7 +58,7 @@ class FarServer:
         return value
 
     def catch_up(self) -> None:
-        """Read the numbers that have come, since they came first from another holder."""
+        """Read answers that came later than another holder's."""
         while self.owed and self.connection.readable():
             self._read()
 
@@ -77,7 +77,7 @@ class HeldShard:
     """One shard on all servers that hold it; commanded under the coordinator's lock."""
 
     def __init__(self, holder: FarServer, lose: Callable[[int], bool]) -> None:
-        """`lose` is called when a holder is found dead; it returns whether the job goes on."""
+        """`lose` is called with a server found dead; it returns whether the job goes on."""
         self.holders = [holder]
         self._lose = lose
 
@@ -88,7 +88,7 @@ class HeldShard:
             holder.owed += order[0] in ASKS
 
     def answer(self) -> float:
-        """The number that the last order asked for."""
+        """Return the number that the last order asked for, from the first holder that answers."""
         for holder in [each for each in self.holders if each.ready]:
             found = self._try(holder, holder.answer)
             if found is not None:
@@ -112,7 +112,7 @@ ASKS = frozenset({"norm", "distance", "step", "flush"})
 
 @dataclass
 class Holders:
-    """All shards but the coordinator's own. Changed and read under the coordinator's lock."""
+    """The holders of all shards but the coordinator's own. Used under the coordinator's lock."""
 
     addresses: Sequence[str]
     secret: bytes
@@ -127,14 +127,14 @@ class Holders:
     backups: int = 0
 
     def meet(self) -> list[HeldShard]:
-        """Reach the other servers, each with its own shard."""
+        """Connect to the other servers, each with its own shard."""
         others = range(1, len(self.addresses))
         found = self._reach([(i, i) for i in others])
         self.shards = {far.server: HeldShard(far, lambda dead: self.lose(dead)) for far in found}
         return list(self.shards.values())
 
     def _reach(self, wanted: Sequence[tuple[int, int]]) -> list[FarServer]:
-        """Connect to (server, shard): the server makes room for the shard, unless it has it."""
+        """Connect to each (server, shard): the server makes room for the shard if it lacks it."""
         found = []
         for server, shard in wanted:
             task = Member(f"ps {server}", self.addresses[server])
@@ -144,7 +144,7 @@ class Holders:
         return found
 
     def cover(self, backups: int) -> None:
-        """Before a fit: have so many other servers hold each shard."""
+        """Before a fit: have `backups` other servers hold each shard."""
         self.backups = max(self.backups, backups)
         for shard, held in self.shards.items():
             have = {each.server for each in held.holders} | self.gone
@@ -152,21 +152,21 @@ class Holders:
             held.holders += self._reach([(server, shard) for server in ring if server not in have])
 
     def table(self) -> list[list[int]]:
-        """By shard: the servers to read it from, the first that lives first."""
+        """Return for each shard its servers, the one to read from first."""
         held = [[each.server for each in held.holders] for held in self.shards.values()]
         return [[0], *held]
 
     # --- loss and return ------------------------------------------------------------------------
 
     def hang_up(self, server: int) -> None:
-        """Wake a thread that waits for this server, lock in hand."""
+        """Wake a thread that waits for this server with the lock."""
         for held in self.shards.values():
             for each in list(held.holders):
                 if each.server == server:
                     each.connection.close()
 
     def drop(self, server: int) -> list[int]:
-        """Do without a server; return the shards that no server holds any more."""
+        """Remove a server; return the shards that no server holds any more."""
         self.gone.add(server)
         alone = self.alone(server)
         for shard, held in self.shards.items():
@@ -183,9 +183,9 @@ class Holders:
         ]
 
     def agreed(self, generation: int | None, lost: Sequence[int]) -> bool:
-        """Whether a worker that does not reach some knows all others that hold something.
+        """Drop the servers that a worker does not reach; return whether it knows all holders.
 
-        What a worker of an earlier generation does not reach may have come back since.
+        A worker of an earlier generation does not, and its lost servers may have come back.
         """
         if generation is not None and generation != self.generation:
             return False
@@ -204,13 +204,13 @@ class Holders:
         return self.shards[shard].holders[0].name
 
     def connect_again(self, server: int) -> dict[int, FarServer]:
-        """Reach a server that has come back, for each shard that it is to hold."""
+        """Connect to a server that has come back, for each shard that it is to hold."""
         count = len(self.addresses)
         mine = [s for s in self.shards if server in holders_of(s, count, self.backups)]
         return dict(zip(mine, self._reach([(server, shard) for shard in mine]), strict=True))
 
     def take_back(self, server: int, lines: dict[int, FarServer]) -> None:
-        """Have a server hold its shards again, as copies of the other holders'.
+        """Have a server hold its shards again, as copies from the other holders.
 
         The server gets every later order, and carries it out once it has the copy.
         """
@@ -221,7 +221,7 @@ class Holders:
                 source.connection.send({"copy": self.addresses[server]})
                 far.connection.send({"await copy": True})
             except OSError:
-                continue  # one of the two is gone again, which its heartbeat tells
+                continue  # one of the two is gone again, as its heartbeat will show
             far.ready = False
             held.holders.append(far)
         self.gone.discard(server)

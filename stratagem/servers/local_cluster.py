@@ -1,7 +1,7 @@
-"""A cluster that a process starts by itself: its servers, and the other workers.
+"""A cluster that a process starts by itself: its servers and the other workers.
 
-A call of a worker goes on beside the caller's own part of it. A worker that ends in the middle of
-it is replaced at once: the new one gets the same call, and takes part from there.
+All workers run a call at the same time, the caller's process as worker 0. A worker that dies in a
+call is replaced at once: the new one gets the same call, and takes part from there.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from stratagem.training.agreement import Patience
 
 log = logging.getLogger("stratagem")
 
-_TOGETHER = 10.0  # seconds that a call waits for children which are still starting
+_TOGETHER = 10.0  # seconds that a call waits for children that are still starting
 _LET_GO = 10.0  # seconds for children to leave a call that has ended
-_IN_VAIN = 20  # replacements in a row that did not hand in a single gradient
+_IN_VAIN = 20  # replacements in a row that pushed no gradient
 
 
 @dataclass
 class LocalWorker:
-    """A worker's process, and the answer that it still owes."""
+    """A worker's process, and the state of its present call."""
 
     index: int
     name: str
     pool: Pool
     #: when it was started
     hired: float = field(default_factory=time.monotonic)
-    #: it has said that it is connected
+    #: whether it has connected to the servers
     seated: bool = False
-    #: it has been given the call that is under way
+    #: whether it has got the present call
     called: bool = False
-    #: its answer to that is still to come
+    #: whether its answer is due
     waiting: bool = False
     value: Any = None
-    #: replacements since it was last known to have handed something in, and how much it had then
+    #: replacements since its last known push, and how many pushes it had then
     in_vain: int = 0
     received: int = 0
 
@@ -60,11 +60,11 @@ class LocalWorker:
 
 
 class _Called(Exception):
-    """The call is over; the thread beside it ends."""
+    """Ends the overseeing thread when the call is over."""
 
 
 class LocalWorkers:
-    """All other workers, at one call after the other."""
+    """All other workers, which run one call after the other."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class LocalWorkers:
         arrive: float,
         tend: Callable[[], None] | None = None,
     ) -> None:
-        """worker  the one that this process is
-        start   has a worker take its place, in a new child or in this one
-        arrive  seconds after which one that has not come is replaced
-        tend    called now and then during a call: sees to the servers
+        """worker  the client of this process
+        start   starts a worker in a new child, or in the given one
+        arrive  seconds after which a worker that has not come is replaced
+        tend    called repeatedly during a call: restarts dead servers
         """
         self._worker, self._start, self._arrive, self._tend = worker, start, arrive, tend
         self.members: list[LocalWorker] = []
-        #: why the call under way cannot go on
+        #: why the present call cannot go on
         self.error: BaseException | None = None
         self._done = threading.Event()
         self._model_pickle = b""
@@ -88,12 +88,12 @@ class LocalWorkers:
         self._overseer: threading.Thread | None = None
 
     def hire(self, indices: range) -> None:
-        """Start these workers; they take their places meanwhile."""
+        """Start these workers, without waiting for them."""
         for i in indices:
             self.members.append(LocalWorker(i, f"worker {i}", self._start(i, None)))
 
     def begin(self, call: tuple[Any, ...]) -> None:
-        """Have all workers run this call, beside the caller's own part."""
+        """Have all workers run this call, while the caller runs its own part."""
         self.error, self._done = None, threading.Event()
         if not self.members and self._tend is None:
             return
@@ -115,7 +115,7 @@ class LocalWorkers:
             self._overseer = None
 
     def collect(self, *, trained: bool) -> list[Any]:
-        """Wait for the answers: a training has been brought to its end without them."""
+        """Wait for the answers and return them; after a training, replace silent workers, too."""
         if self.error is not None:
             raise self.error
         while any(child.waiting for child in self.members):
@@ -126,9 +126,9 @@ class LocalWorkers:
         return [child.value for child in self.members]
 
     def move(self, worker: Client) -> None:
-        """Have all workers connect again to the servers, which this process has met anew.
+        """Have all workers connect to the servers again, as this process has.
 
-        Those that do not come out of the call which has ended are replaced.
+        Workers that do not leave the ended call are replaced.
         """
         self._worker, until = worker, time.monotonic() + _LET_GO
         for child in self.members:
@@ -151,13 +151,13 @@ class LocalWorkers:
     # --- beside the call --------------------------------------------------------------------
 
     def _wait_for_all(self) -> None:
-        """Let all workers begin together; a slow one comes later."""
+        """Wait a while for all workers to begin together; a slow one begins later."""
         until = time.monotonic() + _TOGETHER
         while time.monotonic() < until and not all(child.called for child in self.members):
             self._look(patiently)
 
     def _oversee(self) -> None:
-        """Hand the call to the children, replace those that die, see what failed."""
+        """Send the call to the children, replace those that die, and note failures."""
         while not self._done.is_set() and self.error is None:
             try:
                 self._look(self._until_done)
@@ -187,7 +187,7 @@ class LocalWorkers:
             if child.waiting and child.name in given_up:
                 self._replace(child, "does not answer any more")
             elif not child.seated and time.monotonic() - child.hired > self._arrive:
-                self._replace(child, "has not come")  # the coordinator does not know it yet
+                self._replace(child, "has not come")  # unknown to the coordinator yet
 
     def _hand_over(self, child: LocalWorker, watch: Callable[[], None]) -> None:
         try:
@@ -232,7 +232,7 @@ class LocalWorkers:
         child.pool, child.hired = self._start(child.index, None), time.monotonic()
 
     def _received(self, child: LocalWorker) -> int:
-        """How many gradients have come from a child's place so far."""
+        """Return how many gradients this worker number has pushed so far."""
         try:
             stats = self._worker.stats()
         except (OSError, ReplicaError) as problem:
@@ -242,17 +242,17 @@ class LocalWorkers:
 
 
 def patiently() -> None:
-    """Wait for a child as long as it lives."""
+    """Do nothing: wait for a child as long as it lives."""
 
 
 def _failure(name: str, answer: follower.CallResult) -> BaseException:
     if isinstance(answer.error, ReplicaError):
-        return answer.error  # it only passes on what happened to another
+        return answer.error  # it passes on what happened to another task
     return failed(name, answer.text)
 
 
 def _was_dropped(child: LocalWorker, answer: follower.CallResult) -> bool:
-    """Whether a child says that the job goes on without it."""
+    """Return whether a child's answer says that the job goes on without it."""
     return isinstance(answer.error, ReplicaError) and answer.error.who == child.name
 
 
@@ -296,10 +296,10 @@ class LocalServers:
         self.pools: list[Pool] = []
 
     def start(self, address: Address, patience: Patience, device: str) -> None:
-        self._told = address, patience, device, cores() // len(address.servers)
+        self._arguments = address, patience, device, cores() // len(address.servers)
         for i in range(len(address.servers)):
             self.pools.append(Pool([f"ps {i}"]))
-            self.pools[i].submit(serve, [(i, *self._told)], patiently)
+            self.pools[i].submit(serve, [(i, *self._arguments)], patiently)
 
     def look(self) -> None:
         """Raise if a server ended before it came up."""
@@ -314,7 +314,7 @@ class LocalServers:
                 )
 
     def tend(self) -> None:
-        """Start a dead server again, but the first: other servers send it its shards."""
+        """Restart dead servers, but not the first; other servers send them their shards."""
         for i, pool in enumerate(self.pools):
             one = pool.followers[0]
             ended = i > 0 and bool(select.select([one.control], [], [], 0)[0])
@@ -323,7 +323,7 @@ class LocalServers:
                 self._start_again(i)
 
     def revive(self) -> None:
-        """Start every server again that does not serve any more."""
+        """Restart every server that has ended."""
         for i, pool in enumerate(self.pools):
             one = pool.followers[0]
             if select.select([one.control], [], [], 0)[0]:
@@ -335,7 +335,7 @@ class LocalServers:
     def _start_again(self, i: int) -> None:
         self.pools[i].end()
         self.pools[i] = Pool([f"ps {i}"])
-        self.pools[i].submit(serve, [(i, *self._told)], patiently)
+        self.pools[i].submit(serve, [(i, *self._arguments)], patiently)
 
     def end(self) -> None:
         for pool in self.pools:

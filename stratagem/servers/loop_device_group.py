@@ -1,6 +1,6 @@
 """A custom loop on several devices of one worker, which share every ticket.
 
-    first device    has the tickets (ticket_loop.py); sends payloads and values to the others
+    first device    gets the tickets (ticket_loop.py); sends payloads and values to the others
     other devices   compute their share of the rows; their step() pushes nothing
 
 Every backward leaves the gradient of the whole ticket on each device.
@@ -26,7 +26,7 @@ from stratagem.training.settings import Settings
 
 
 class LoopDeviceGroup:
-    """The devices of one worker, seen from one of them."""
+    """The devices of one worker, as used by each of them."""
 
     def __init__(
         self, replica: Replica, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]
@@ -43,7 +43,7 @@ class LoopDeviceGroup:
         self.commands = CommandLoop(replica.collective)
 
     def share(self, payload: Any) -> tuple[Any, int]:
-        """Take the first device's values; return this device's rows of a ticket, and how many."""
+        """Take the first device's values; return this device's rows of a ticket, and its size."""
         setup.spread(self._params, self._replica)
         whole = payload.get("indices")
         total = rows_of(payload["rows"]) if whole is None else len(whole)
@@ -73,7 +73,7 @@ class LoopDeviceGroup:
         part_gradients(self._model, self._replica)
 
 
-#: what this device iterates over
+#: the loader of this device
 _present: GroupLoader | None = None
 
 
@@ -153,7 +153,7 @@ class GroupLoader:
 
 
 def end_assistance() -> None:
-    """As another device: end the loop, or leave it for the next one."""
+    """On other devices than the first: end the present loop, if there is one."""
     global _present
     ended, _present = _present, None
     if ended is not None:
@@ -161,19 +161,18 @@ def end_assistance() -> None:
 
 
 class Accumulation:
-    """The gradients of earlier batches, in `grad`.
+    """Gradients accumulated in `grad` over several batches.
 
-    A part of a batch weighs by its examples, and a push weighs like the part of the last batch:
-    earlier gradients are scaled to that weight.
+    A push has the weight of its last batch's part, so earlier gradients are scaled to that weight.
     """
 
     def __init__(self, params: Sequence[Tensor], parts: int) -> None:
         self._params, self._parts = params, parts
-        #: whether something lies here, and what share of the last batch was done here
+        #: whether there are earlier gradients, and this worker's share of the last batch
         self._here, self._share = False, 1.0
 
     def begin(self, examples: int, total: int) -> None:
-        """Begin the next batch: this worker has `examples` of its `total`."""
+        """Begin a batch, of which this worker has `examples` out of `total`."""
         if self._parts == 1:
             return
         share = examples / max(total, 1)
@@ -195,9 +194,9 @@ class Accumulation:
         return self._here
 
     def keep(self) -> None:
-        """Keep the gradients: the loop made no step."""
+        """Keep the gradients; the loop made no step."""
         self._here = any(param.grad is not None for param in self._params)
 
     def drop(self) -> None:
-        """Forget the gradients: they were pushed."""
+        """Forget the gradients; they were pushed."""
         self._here = False

@@ -1,5 +1,4 @@
-"""The training of a custom loop with parameter servers, on one worker; and what the loop writes by
-itself: weights and the optimizer's state, which servers keep."""
+"""The training of a custom loop on one worker, and the loop's own writes to weights and state."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from stratagem.state.change_tracker import KeptState, TensorTracker
 
 
 class LoopSession(Session):
-    """Pushes gradients as they are when the loop calls `step`, which may have clipped them."""
+    """Pushes gradients as they are when the loop calls `step`: it may have clipped them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        #: by variable: the gradient that backward left, and how often it had been written to
+        #: by variable: the gradient that backward left, and its version
         self._made: dict[int, tuple[Tensor | None, int]] = {}
-        #: the version that the last gradient was pushed for, and the settings then
+        #: the version of the last push, and the settings then
         self._version, self._last = -1, list[dict[str, Any]]()
         super().__init__(*args, **options)
 
@@ -33,18 +32,18 @@ class LoopSession(Session):
         self._made[index] = grad, 0 if grad is None else grad._version
 
     def made(self) -> None:
-        """Note the sum of several devices' gradients as what backward has made."""
+        """Note the all-reduced gradients of several devices as backward's."""
         for index, param in enumerate(self.params):
             self._note(index, param)
 
     def collect(self) -> None:
-        """Copy all gradients to where servers find them."""
+        """Copy all gradients to the outbox."""
         if self.plan.parts > 1:
             self._check_whole()
         self.worker.memory.take_all()
 
     def _check_whole(self) -> None:
-        """Refuse a part of a batch that was clipped by itself."""
+        """Refuse gradients of a part of a batch that were changed since backward."""
         for index, param in enumerate(self.params):
             grad = param.grad
             made, version = self._made.get(index, (None, 0))
@@ -83,16 +82,16 @@ class LoopWrites:
         self._state = KeptState(session.optimizer, session.params)
 
     def mark(self) -> None:
-        """Take the weights as they are, by their content, for those of the servers."""
+        """Remember the weights, by content, as those of the servers."""
         self._weights.mark(closely=True)
 
     def begin_batch(self, number: int) -> None:
-        """Mark the weights of batch `number` of a pass; by content now and then, which is slow."""
+        """Mark the weights of batch `number` of a pass; sometimes by content, which is slow."""
         self._closely = number & (number - 1) == 0
         self._weights.mark(closely=self._closely)
 
     def pushed(self) -> None:
-        """Mark the weights after a push: without a barrier newer values may be on their way."""
+        """Mark the weights after a push; without a barrier newer values may be on their way."""
         self._weights.mark(closely=self._closely and self._session.plan.parts > 1)
 
     def brought(self, *, values: bool) -> None:
@@ -101,7 +100,7 @@ class LoopWrites:
         self._state.mark()
 
     def send(self) -> None:
-        """Between two passes: the chief sends what was written since the last pass."""
+        """Between two passes: as the chief, send what was written since the last pass."""
         session, weights = self._session, self._weights
         if not session.worker.is_chief:
             session.worker.memory.take_back()  # the chief's values come

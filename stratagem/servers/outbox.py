@@ -1,5 +1,4 @@
-"""A worker's gradients on their way to the servers: a part for each, piece after piece; and the
-bytes of a compressed one on a server, until they are numbers again."""
+"""A worker's outgoing gradients, and compressed gradients as a server reads them."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ from stratagem.servers.training_plan import TrainingPlan
 
 
 class Outbox:
-    """Every number of a gradient, as it is or rounded."""
+    """A gradient that is not compressed: every number, perhaps rounded."""
 
     def __init__(self, plan: TrainingPlan, codec: Codec, flat: Tensor) -> None:
         """`flat`: memory for all parts, which servers of this machine read."""
         self.plan, self.codec = plan, codec
         layout = plan.layout
-        #: by server
+        #: the part of each server
         self.plain = [
             flat[layout.offset(i) : layout.offset(i) + load] for i, load in enumerate(layout.loads)
         ]
-        #: by server: where each piece begins and ends in its part
+        #: by server: the pieces, as views of its part
         self.slots: list[list[Tensor]] = []
         for part, extents in zip(self.plain, layout.extents, strict=True):
             at = 0
@@ -40,30 +39,30 @@ class Outbox:
                 self.slots[-1].append(part[at : at + e.hi - e.lo])
                 at += e.hi - e.lo
 
-    #: whether only some pieces can be told apart by their number
+    #: whether the header must name the pieces that are sent
     numbered = False
 
     def take(self, variable: int, flat: Tensor, pieces: Sequence[tuple[int, int]]) -> None:
-        """Take over a variable's gradient, into these pieces (server and number)."""
+        """Encode a variable's gradient into these pieces (server, number)."""
         for server, number in pieces:
             target, e = self.slots[server][number], self.plan.layout.extents[server][number]
             if target.data_ptr() != flat.data_ptr():  # else it was made there
                 self.codec.encode(flat[e.start : e.start + e.hi - e.lo], target)
 
     def rows(self, variable: int, first: int, numbers: Tensor, values: Tensor) -> Tensor:
-        """Rows of a sparse gradient, in the piece that begins with row `first`, as they travel."""
+        """Encode rows of a sparse gradient, in the piece that begins with row `first`."""
         return self.plan.codec.encode(values, copy=False)
 
     def part(self, server: int) -> Tensor:
-        """The server's part of the gradient as it travels."""
+        """Return the server's encoded part of the gradient."""
         return self.plain[server]
 
     def sizes(self, server: int) -> list[int]:
-        """By piece: how much of that part it is."""
+        """Return the length of each piece in the server's part."""
         return [e.hi - e.lo for e in self.plan.layout.extents[server]]
 
     def header(self) -> dict[str, Any]:
-        """What servers must know to read the gradient."""
+        """Return what servers need to read the gradient."""
         return {}
 
     @property
@@ -72,10 +71,10 @@ class Outbox:
         return sum(self.part(server).nbytes for server in range(len(self.plain)))
 
     def settle(self, *, counted: bool) -> None:
-        """A push is over."""
+        """End a push."""
 
     def state(self) -> dict[str, Any]:
-        """Copy what is kept from one push to the next."""
+        """Copy the state that is kept between pushes."""
         return {}
 
     def load(self, states: Sequence[Any], index: int) -> None:
@@ -83,9 +82,9 @@ class Outbox:
 
 
 class CompressedOutbox(Outbox):
-    """Encodes each piece of a gradient, and keeps what is left out.
+    """Compresses each piece of a gradient, and keeps the residual.
 
-    Servers of this machine read numbers, not bytes: those that the bytes stand for.
+    Servers of this machine read decoded numbers from shared memory.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class CompressedOutbox(Outbox):
                 decode_piece(self._record, wire, shape, into)
 
     def rows(self, variable: int, first: int, numbers: Tensor, values: Tensor) -> Tensor:
-        """In eight bits by `Int8`; by others as they are, being few already."""
+        """Encode rows in eight bits for `Int8`; other compressions send them as they are."""
         if isinstance(self._record, TopK) and self._record.momentum:
             raise NotDistributable(
                 f"wire={self._record!r} keeps a momentum, which rows of a sparse gradient would "
@@ -147,7 +146,7 @@ class CompressedOutbox(Outbox):
 
 
 def piece_shapes(plan: TrainingPlan) -> list[list[tuple[int, ...]]]:
-    """By server: the shapes of its pieces."""
+    """Return the shapes of each server's pieces."""
     return [
         [e.piece.shape(plan.shapes[e.piece.variable]) for e in extents]
         for extents in plan.layout.extents
@@ -155,13 +154,13 @@ def piece_shapes(plan: TrainingPlan) -> list[list[tuple[int, ...]]]:
 
 
 def encoded_sizes(plan: TrainingPlan, record: Compression) -> list[list[int]]:
-    """By server: the bytes of its pieces."""
+    """Return the compressed bytes of each server's pieces."""
     size = plan.dtype.itemsize
     return [[piece_bytes(record, shape, size) for shape in part] for part in piece_shapes(plan)]
 
 
 def check_pieces(pieces: Any, count: int, who: str) -> list[int]:
-    """The pieces that a header announces: numbers below `count`, each larger than the last."""
+    """Check the pieces that a header announces: increasing numbers below `count`."""
     if (
         not isinstance(pieces, list)
         or any(type(n) is not int or not 0 <= n < count for n in pieces)
@@ -175,7 +174,7 @@ def check_pieces(pieces: Any, count: int, who: str) -> list[int]:
 
 
 class PackedGradient:
-    """Memory for one worker's bytes; what each piece takes is known before any come."""
+    """A server's memory for one worker's compressed gradient."""
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class PackedGradient:
         self._coming: list[int] = []
 
     def room(self, pieces: Any, left: int, who: str) -> Tensor:
-        """Where the bytes of these pieces go, of all if nothing is said; they must be `left`."""
+        """Return memory for the bytes of these pieces (None: all), which must be `left`."""
         known = list(range(len(self._sizes)))
         coming = known if pieces is None else check_pieces(pieces, len(known), who)
         size = sum(self._sizes[n] for n in coming)
@@ -205,7 +204,7 @@ class PackedGradient:
         return self._bytes[:size]
 
     def decode(self, into: Tensor, who: str) -> int:
-        """Write the numbers of what has come, one piece after another; returns how many."""
+        """Decode the pieces that have come, one after another; return the count of numbers."""
         at = start = 0
         for piece in self._coming:
             shape, size = self._shapes[piece], self._sizes[piece]
@@ -219,13 +218,13 @@ class PackedGradient:
         return at
 
     def row_bytes(self, count: int) -> int | None:
-        """Bytes of so many numbers in rows; None: they come as they are."""
+        """Return the bytes of so many compressed numbers in rows; None: rows are not compressed."""
         if not isinstance(self._record, Int8):
             return None
         return row_bytes(self._record, count, self._itemsize)
 
     def rows(self, wire: Tensor, view: Tensor, count: int) -> Tensor:
-        """The numbers of so many rows of a piece."""
+        """Decode `count` rows of a piece."""
         if not isinstance(self._record, Int8):
             return wire
         values = torch.zeros(count * view[:1].numel(), dtype=view.dtype)
@@ -234,7 +233,7 @@ class PackedGradient:
 
 
 def packed_gradient(plan: TrainingPlan, server: int) -> PackedGradient | None:
-    """Memory for what one worker sends to this server, where gradients are compressed."""
+    """Return memory for a worker's compressed gradient; None without compression."""
     record = plan.compression
     if record is None:
         return None

@@ -1,4 +1,4 @@
-"""Who takes part in a fit, who is still on the way, who has stopped; and its present epoch."""
+"""The workers of a fit, those still expected, and the state of the present epoch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stratagem.rules.ledger import Ledger
 
 log = logging.getLogger("stratagem")
 
-#: how long the first batch of a training in step waits for who is expected, in seconds; and for
-#: those whose processes are here, busy with something else: they may be loading their data
+#: seconds that the first batch of a training in step waits for expected workers; and for those
+#: whose processes are alive but busy, loading their data perhaps
 GATHERING, BUSY = 10.0, 60.0
 
 
@@ -23,10 +23,10 @@ GATHERING, BUSY = 10.0, 60.0
 class Participant:
     """A worker that takes part in a fit.
 
-    `tell` sends it a word between two answers, if that can be done at once; whether it was.
+    `tell` sends it a note between two answers, and returns whether that could be done at once.
 
     Another process may take over the worker's number, after which this one counts no more. The
-    placement is the process's own: under it servers keep the gradients that it has laid down.
+    placement identifies the process: servers keep its gradient under it.
     """
 
     worker: int
@@ -35,31 +35,31 @@ class Participant:
     tell: Callable[[Mapping[str, Any]], bool]
     fit: int
     chief: bool = False
-    #: not heard of for a while: stopped, or cut off
+    #: without a heartbeat for a while: stopped, or cut off
     silent: bool = False
-    #: given up; set without the lock
+    #: whether it was given up; set without the lock
     gone: bool = False
 
 
 class Participants:
-    """The list that the coordinator keeps; changed and read under its lock."""
+    """The coordinator's list of participants; used under its lock."""
 
     def __init__(self) -> None:
         self.here: dict[int, Participant] = {}
-        #: who takes no more work, but waits for the end
+        #: participants that take no more work, but wait for the end
         self.retired: set[Participant] = set()
-        #: workers whose loop was left, until they come for the next epoch
+        #: workers that left their loop, until they come for another epoch (leaving.py)
         self.aside: set[int] = set()
         self.open(0, 0.0)
 
     def open(self, expected: int, now: float) -> None:
-        """A fit begins, for so many workers."""
+        """Begin a fit with so many workers."""
         self.here.clear()
         self.retired.clear()
         self.aside.clear()
         self._expected, self._opened = set(range(expected)), now
         self._came: set[int] = set()
-        #: whether it has been said who is waited for, and who did not come
+        #: whether the busy workers, and the missing ones, have been logged
         self._asked = self._said = False
 
     def join(self, participant: Participant) -> None:
@@ -80,9 +80,9 @@ class Participants:
         )
 
     def on_the_way(self, now: float, alive: Callable[[], set[int]]) -> bool:
-        """Whether the fit has just begun, and an expected worker has not come yet.
+        """Return whether the fit has just begun, and an expected worker has not come yet.
 
-        `alive` tells whose processes are here.
+        `alive` returns the workers whose processes are heard.
         """
         missing, waited = self._expected - self._came, now - self._opened
         if not missing or waited < GATHERING:
@@ -100,7 +100,7 @@ class Participants:
         return bool(busy)
 
     def say_who_is_missing(self, now: float) -> None:
-        """Log once a fit which expected workers have not come."""
+        """Log, once per fit, which expected workers have not come."""
         missing, waited = self._expected - self._came, now - self._opened
         if missing and not self._said and waited >= GATHERING:
             self._said = True
@@ -117,26 +117,22 @@ class Participants:
         return any(not participant.silent for participant in self.here.values())
 
     def working(self) -> list[Participant]:
-        """Return the workers that neither have retired nor stand aside."""
+        """Return the workers that have neither retired nor left their loop."""
         return [
             participant
             for worker, participant in self.here.items()
             if participant not in self.retired and worker not in self.aside
         ]
 
-    def nobody_works(self, ledger: Ledger, chief: Participant | None) -> bool:
-        """Whether all workers but the chief have left their loops, and none holds a ticket."""
-        return not [p for p in self.working() if p is not chief] and not ledger.states.held
-
     def come_back(self, ledger: Ledger, worker: int) -> None:
-        """Give a worker that stood aside tickets again, unless it has retired."""
+        """Give a worker that was aside tickets again, unless it has retired."""
         self.aside.discard(worker)
         participant = self.here.get(worker)
         if participant is not None and participant not in self.retired:
             ledger.join(worker)
 
     def refuse_alone(self, worker: int, batch: int, done: dict[int, int]) -> None:
-        """Refuse to go on, in step, where another worker has left its loop."""
+        """Refuse a gradient, in step, of a batch that a worker which left its loop did not do."""
         left = [each for each in self.aside if each != worker and done.get(each, -1) < batch]
         if left:
             raise NotDistributable(
@@ -175,12 +171,12 @@ class Epoch:
     """One pass of the chief over its batches."""
 
     number: int = 0
-    #: whether all its batches have been put up
+    #: whether all its batches have been dealt
     dealt: bool = False
-    #: by a ticket's serial: the examples to go with it, where the chief hands them out
+    #: by a ticket's serial: its examples, where the chief sends them
     payloads: dict[int, Tensor] = field(default_factory=dict)
-    #: by worker: what it has counted
+    #: by worker: its report
     reports: dict[int, Tensor] = field(default_factory=dict)
-    #: workers whose last part was dropped again
+    #: workers whose last part was dropped again (leaving.py)
     void: set[int] = field(default_factory=set)
     tally: AppliedLoss = field(default_factory=AppliedLoss)

@@ -1,4 +1,4 @@
-"""Committers of a worker: its gradients go to the servers, which decide whether they count."""
+"""Committers that push a worker's gradients to the servers, which decide whether they count."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
 class PushCommitter:
-    """Pushes the gradient of a ticket. The loss' denominator is what the gradient weighs among
-    those of the same batch."""
+    """Pushes the gradient of a ticket, weighted by the loss' denominator among those of the same
+    batch."""
 
     armed = True
 
     def __init__(self, session: Session, settings: Callable[[], Any] = lambda: None) -> None:
-        """`settings` gives those of the optimizer that go with a push: the chief's count."""
+        """`settings` returns the optimizer's settings, which the chief sends with a push."""
         self.session, self._settings = session, settings
         self._chief = session.worker.is_chief
         self._ticket: Ticket | None = None
         self._examples = 0
 
     def begin(self, ticket: Ticket, examples: int) -> None:
-        """Make the next commit one of this ticket, which has so many examples."""
+        """Set the ticket of the next commit, and its number of examples."""
         self._ticket, self._examples = ticket, examples
 
     def commit(self, notes: Sequence[float | Tensor]) -> Commit:
@@ -68,7 +68,7 @@ class GroupedCommitter:
         push: PushCommitter | None,
         adjust: Callable[[Sequence[float]], Sequence[float]] = lambda notes: notes,
     ) -> None:
-        """`push` is the first device's. `adjust` is given the notes of all devices, may scale the
+        """`push`: on the first device. `adjust` gets the summed notes of all devices, may scale the
         sum of the gradients, and returns the notes that are pushed."""
         self._exchange, self._replica, self._push = exchange, replica, push
         self._adjust = adjust
@@ -82,7 +82,7 @@ class GroupedCommitter:
         self._exchange.armed = on
 
     def commit(self, notes: Sequence[float | Tensor]) -> Commit:
-        """Collective over the worker's devices."""
+        """All-reduce and push. Collective over the worker's devices."""
         added = self._adjust(self._add_up(notes))
         counted = False
         if self._push is not None:

@@ -4,8 +4,8 @@
     def skip(coordinator, participant, serial): ...
 
 An entry says which part of a server answers, who may send the request, and the types of its
-arguments; a type that includes None makes an argument optional. What a request carries besides
-is read by its `body`.
+arguments; a type that includes None makes an argument optional. `body` reads the tensors of a
+request.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Number = int | float
 
 @dataclass(eq=False)
 class Peer:
-    """One connection and who is at its other end.
+    """One connection, and the task at its other end.
 
-    The token is that of the process: its heartbeat and its work have the same, whoever comes in
-    its place has another.
+    The token identifies the process: its heartbeat and its requests have the same, a process that
+    replaces it has another.
     """
 
     connection: Connection
@@ -46,25 +46,25 @@ class Peer:
     token: str
     worker: int = -1
     chief: bool = False
-    #: whether it comes to go back to a checkpoint, and once more if a server is not back yet
+    #: whether it meets the servers again, to go back to a checkpoint
     returns: bool = False
-    #: the server that it is, if it is one; and the shard that it has come for
+    #: the number of the server, if it is one; and the shard that the connection is about
     server: int = -1
     shard: int = -1
     said_bye: bool = False
-    #: its end has been spoken of
+    #: whether its end has been announced
     dismissed: bool = False
-    #: as the coordinator knows this worker, once it has joined
+    #: the worker's place in the training, once it has joined
     participant: Participant | None = None
-    #: whether it has been called silent since its heartbeat was last heard
+    #: whether it was called silent since its last heartbeat
     silent: bool = False
-    #: of a heartbeat: what its beats go through, and what the task says between them; None: no more
+    #: of a heartbeat: what carries its beats, and the task's notes between them; None: no more
     star: Star[Peer] | None = None
     notes: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
 
     @classmethod
     def of(cls, connection: Connection, hello: Mapping[str, Any], shard: int) -> Peer:
-        """Read from its first note who a peer is; it comes for `shard` unless it names another."""
+        """Make a peer from its first note; the connection is about `shard` unless it names one."""
         return cls(
             connection,
             str(hello.get("hello")),
@@ -78,7 +78,7 @@ class Peer:
         )
 
     def tell(self, note: Mapping[str, Any]) -> None:
-        """Send a note between two answers; a peer that does not listen will be found gone."""
+        """Send a note between two answers; a peer that does not receive it is found dead later."""
         if self.star is not None:
             self.star.post(note, to=self)
             return
@@ -88,14 +88,14 @@ class Peer:
             log.info("%s does not listen: %s", self.name, problem)
 
     def hang_up(self) -> None:
-        """Close the connection; wakes the thread that waits for it."""
+        """Close the connection, which wakes the thread that waits for it."""
         if self.star is not None:
             self.star.hang_up(self)
             self.notes.put(None)
         self.connection.close()
 
     def offer(self, note: Mapping[str, Any]) -> bool:
-        """Do the same for a caller that holds a lock and may not wait; False: try again later."""
+        """As `tell`, without waiting, for a caller that holds a lock; False: try again later."""
         try:
             return self.connection.offer(note)
         except OSError as problem:
@@ -118,8 +118,8 @@ WORKER, MEMBER, CHIEF = Sender
 class Request:
     """One entry of the table.
 
-    The handler gets the part of the server, the sender (a Peer; of a MEMBER its Participant), the
-    body if there is one, and the arguments by name. It returns a header, or that and tensors, or
+    The handler gets the part of the server, the sender (a Peer; for MEMBER its Participant), the
+    body if there is one, and the arguments by name. It returns a header, a header and tensors, or
     None.
     """
 
@@ -179,7 +179,7 @@ def request(
 
 
 def answer(parts: Mapping[str, Any], peer: Peer, frame: Frame) -> Answer:
-    """Answer a request, with the parts that this server has."""
+    """Answer a request with the parts of this server."""
     name = frame.header.get("t")
     found = REQUESTS.get(name) if isinstance(name, str) else None
     if found is None or found.part not in parts:

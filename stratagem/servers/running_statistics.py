@@ -1,4 +1,4 @@
-"""What workers keep for themselves while an epoch lasts: running statistics, push residuals."""
+"""State that workers keep for themselves during an epoch: running statistics, push residuals."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from stratagem.training.lossy_wire import warn_of_dropped
 
 
 class PushResiduals:
-    """What a compression has left out of a worker's pushes, which checkpoints have."""
+    """The residuals of a worker's compressed pushes, which checkpoints contain."""
 
     def __init__(self, worker: Client, plan: TrainingPlan) -> None:
         self._worker, self.record = worker, plan.compression
-        #: as the chief: what workers had kept when a checkpoint was made, until they are told
+        #: as the chief: residuals from a checkpoint that still have to be sent to the workers
         self.untold: list[Mapping[str, Any]] = []
 
     def here(self) -> dict[str, Any]:
-        """What this worker keeps of its gradients for later pushes."""
+        """Return this worker's residuals, to be pushed later."""
         kept = self._worker.memory.outbox.state()
         return kept and {"worker": self._worker.index, **kept}
 
     def go_on(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """As the chief: have every worker go on with what all of them had kept."""
+        """As the chief: have all workers go on with the residuals of a checkpoint."""
         states = sorted((s for s in states if s), key=lambda state: int(state.get("worker", 0)))
         if not states:
             return
@@ -44,7 +44,7 @@ class PushResiduals:
 
 
 class RunningStatistics:
-    """The buffers that every worker keeps for itself while an epoch lasts."""
+    """The buffers that every worker keeps for itself during an epoch."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class RunningStatistics:
         self._residuals, self._asked = residuals, False
 
     def here(self) -> list[Tensor]:
-        """This worker's statistics."""
+        """Return this worker's statistics."""
         return [b.detach() for b in self._module.buffers() if b.is_floating_point()]
 
     def average(self, reports: Sequence[Sequence[Tensor]]) -> None:
-        """As the chief: take the mean of the workers' reports."""
+        """As the chief: average the workers' reports."""
         mine = self.here()
         if not mine or not reports:
             return
@@ -75,7 +75,7 @@ class RunningStatistics:
         copy_into(mine, means)
 
     def send(self, *, everything: bool = False) -> None:
-        """As the chief: send the statistics, or `everything` that is not trained, to all."""
+        """As the chief: send the statistics, or `everything` not trained, to all workers."""
         if self._workers > 1 and (self._beside or self._residuals.untold):
             mine = self._beside if everything else self.here()
             told = [[t.detach().cpu() for t in mine], self._residuals.untold]
@@ -83,7 +83,7 @@ class RunningStatistics:
         self._residuals.untold = []
 
     def receive(self, epoch: int) -> None:
-        """As another worker: take the chief's."""
+        """As another worker: take the chief's statistics."""
         first, self._asked = not self._asked, True
         asks = self._beside or (first and self._residuals.record is not None)
         told = self._worker.ask("means", epoch=epoch)[1] if asks else None

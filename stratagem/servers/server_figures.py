@@ -1,4 +1,4 @@
-"""A server's own lines of figures, for the run's folder."""
+"""Lines of figures about one server, for the run's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stratagem.servers.shard import Shard
 
 
 class ServerFigures:
-    """Lines of figures, written by the thread that stays while a server serves."""
+    """Writes a server's lines of figures."""
 
     def __init__(self, task: str) -> None:
         self._recorder = recorder(task)
@@ -33,7 +33,7 @@ class ServerFigures:
         )
 
     def _staleness(self, coordinator: Coordinator | None) -> float | None:
-        """Return the mean staleness of pushes since the last line; the coordinator alone knows."""
+        """Return the mean staleness of pushes since the last line; None but at the coordinator."""
         if coordinator is None or coordinator.ledger is None:
             return None
         with coordinator.changed:

@@ -1,4 +1,13 @@
-"""Whole shards, as a worker opens, reads and replaces them."""
+"""Whole shards, as a worker opens, reads and replaces them.
+
+A worker's `Client` is made of three classes, each of which sets the attributes that it declares:
+
+    ServerState    requests about whole shards (this file)
+    Transfers      values and gradients of a step, and the threads that carry them
+    Client         the fit and its steps
+
+It reaches the servers through `lines` (connections.py) and its parameters through `memory`.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +29,26 @@ _NOTHING = object()
 
 
 class ServerState:
-    """The part of a worker that deals with whole shards."""
+    """The part of a client that deals with whole shards."""
 
-    lines: Connections
+    #: the worker's parameters and gradients in the present fit
     memory: WorkerMemory
-    plan: TrainingPlan | None
-    index: int
-    fits: int
-    _snapshots: int
-    #: when values came ahead of the request for them, and the work that came with the answer to a
-    #: push
-    _came: float
-    _ahead: Any = None
-    #: which servers hold the shards, as the coordinator counts
-    _generation: int
+
+    def __init__(self, index: int, lines: Connections) -> None:
+        self.index, self.lines = index, lines
+        #: of the present fit
+        self.plan: TrainingPlan | None = None
+        #: how many fits this process has taken part in
+        self.fits = 0
+        #: the assignment that came with the answer to a push, and when its values came
+        self._ahead: Any = None
+        self._came = 0.0
+        #: which servers hold the shards, as the coordinator counts
+        self._generation = 0
+        self._snapshots = 0
 
     def ask(self, request: str, tree: Any = _NOTHING, /, **told: Any) -> tuple[dict[str, Any], Any]:
-        """Send the coordinator a request of the servers' table, with a tree if there is one.
+        """Send the coordinator a request, with a tree if there is one.
 
         Return the answer, and the tree that came with it.
         """
@@ -54,7 +66,7 @@ class ServerState:
     ) -> None:
         """As the chief: begin a fit with these values, and the optimizer's state by server.
 
-        `beside` is what the other workers get to know besides: the weights that are not trained.
+        `beside` is sent to the other workers: among others the tensors that are not trained.
         """
         self.lines.call(0, {"t": "clear"})
         self.plan = plan
@@ -88,15 +100,15 @@ class ServerState:
             self.ask("abandon", serial=work.ticket.serial)
 
     def assign(self, params: Sequence[Tensor], only: Sequence[int] | None = None) -> None:
-        """Put values into the servers that were changed here.
+        """Write values to the servers; `only` these variables, else all.
 
-        `only` these: the servers may have newer values of the others.
+        Values that were not changed here may be newer on the servers.
         """
-        self.put_back()  # it came with values that are not these
+        self.put_back()  # it came with older values
         self._everywhere(lambda: self._assign(params, only), self.fits - 1)
 
     def assign_states(self, states: Sequence[Any]) -> None:
-        """Put other states into the servers' optimizers."""
+        """Replace the states of the servers' optimizers."""
 
         def send() -> None:
             for i, state in enumerate(states):
@@ -118,7 +130,7 @@ class ServerState:
     def snapshot(self) -> tuple[int, list[Tensor], list[Any]]:
         """Read one version: its number, values, and optimizer states by server."""
         self._snapshots += 1
-        number = self._snapshots * (OF_WORKER + 1) + self.index  # nobody else's
+        number = self._snapshots * (OF_WORKER + 1) + self.index  # unique among workers
         after = int(self.lines.call(0, {"t": "snapshot", "number": number}).header["after"])
         values, states, version = [], [], 0
         assert self.plan is not None
@@ -126,7 +138,7 @@ class ServerState:
             version, flat, state = self._fetch_snapshot(i, number, after)
             values.append(flat)
             states.append(state)
-        self._came = -math.inf  # whoever takes these values over has newer ones than came ahead
+        self._came = -math.inf  # values that came with a push may be older
         return version, values, states
 
     def _fetch_snapshot(self, i: int, number: int, after: int) -> tuple[int, Tensor, Any]:
@@ -144,7 +156,7 @@ class ServerState:
     # --- which servers hold what ------------------------------------------------------------
 
     def renew(self, fit: int | None = None) -> list[tuple[int, Line]]:
-        """Ask the coordinator who holds which shard; take a slot for a fit at new holders."""
+        """Ask the coordinator which servers hold which shard; take a slot at new holders."""
         lost = self.lines.take_lost()
         told = self.ask("holders", generation=self._generation, lost=lost)[0]
         self._generation = int(told["generation"])
@@ -157,7 +169,7 @@ class ServerState:
         return new
 
     def _everywhere(self, send: Callable[[], None], fit: int | None = None) -> None:
-        """Send to all servers, and again if one has come back meanwhile."""
+        """Call `send`, and call it again if a server has come back meanwhile."""
         send()
         assert self.plan is not None
         while self.plan.backups:

@@ -1,4 +1,4 @@
-"""One training on one worker: from the chief's plan to the last values, whoever writes the loop."""
+"""One training on one worker, from the chief's plan to the last values, for all front ends."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Late(Exception):
 
 
 class Session:
-    """What the loops of all front ends share. `over` is set if the training had already ended.
+    """Base of the loops of all front ends. `over` is set if the training had already ended.
 
-    A front end whose optimizers are not torch's overrides what is marked so.
+    A front end with other optimizers than torch's overrides the methods marked so.
     """
 
     params: list[nn.Parameter]
-    #: tensors that are not trained, and that everybody has alike when the training begins and ends
+    #: tensors that are not trained; the same on all workers when the training begins and ends
     beside: list[Tensor]
 
     def __init__(
@@ -62,9 +62,9 @@ class Session:
         look: tuple[str, Look] | None = None,
         resumes: bool = False,
     ) -> None:
-        """`told` is what the chief tells the others besides: they find it there afterwards.
-        `look`: what is called, and with what, where every worker calls it by itself.
-        `resumes`: the training goes back to a checkpoint where a server is lost."""
+        """`told`: the chief's message to the other workers, whose sessions have it afterwards.
+        `look`: the call and a fingerprint of its inputs, where every worker calls by itself.
+        `resumes`: the training goes back to a checkpoint if a server is lost."""
         _end_prepared(worker)
         self.told, self._look, self._resumes = told, look, resumes
         self.worker, self.module, self.optimizer = worker, module, optimizer
@@ -74,7 +74,7 @@ class Session:
         self.number = worker.fits
         worker.fits += 1
         self.over: FitOver | None = None
-        #: whether a gradient that comes too late need not be finished
+        #: whether backward stops when its gradient is late
         self.cancels = False
         if worker.is_chief:
             self._open(self._plan(served))
@@ -112,13 +112,13 @@ class Session:
         self.forget_gradients()
 
     def until_end(self, handle: Any) -> None:
-        """Have a hook removed when the training ends, however it does."""
+        """Remove a hook when the training ends, also by a failure."""
         self._handles.append(handle)
 
     # --- overridden for other optimizers than torch's -------------------------------------------
 
     def _find(self) -> None:
-        """Find what is trained, and what is not."""
+        """Find the tensors that are trained, and those that are not."""
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         if not self.params:
             raise NotDistributable("the model has no parameter that requires a gradient.")
@@ -126,7 +126,7 @@ class Session:
         self.beside = [*fixed, *self.module.buffers()]
 
     def _arrive(self, beside: Sequence[Tensor]) -> None:
-        """As another worker: take the chief's tensors, and random numbers of its own."""
+        """As another worker: take the chief's tensors, and seed the rng of this worker."""
         copy_into(self.beside, beside)
         torch.manual_seed((self.plan.seed + _MIX * self.worker.index) % 2**63)
 
@@ -134,7 +134,7 @@ class Session:
         return describe(self.optimizer, self.params)
 
     def _states(self, plan: TrainingPlan) -> Mapping[int, Mapping[str, Any]] | None:
-        """The optimizer's state by variable; None if it has none yet."""
+        """Return the optimizer's state by variable; None if there is none yet."""
         if not self.optimizer.state:
             return None
         return states_of(self.optimizer.state_dict(), _groups(self.optimizer, self.params))[0]
@@ -146,7 +146,7 @@ class Session:
         self.optimizer.load_state_dict(
             state_dict(by_variable, _groups(self.optimizer, self.params))
         )
-        self.optimizer.param_groups = mine  # somebody may have them in hand
+        self.optimizer.param_groups = mine  # schedulers may refer to them
         self.optimizer.state.update(frozen)
 
     def _read_last(self) -> None:
@@ -227,12 +227,12 @@ class Session:
     def rescue(self) -> bool:
         """As the chief, after an error: `read_state`, if servers answer soon.
 
-        In another thread, since an interrupted request may wait for ever.
+        It runs in another thread, since an interrupted request may wait for ever.
         """
         found: list[tuple[int, list[Tensor], list[Any]]] = []
 
         def ask() -> None:
-            # LookupError: the answer is to a question that was cut short. The caller says so.
+            # LookupError: the answer belongs to an interrupted request. The caller reports it.
             with contextlib.suppress(OSError, StratagemError, LookupError):
                 self.worker.finish_stream()
                 found.append(self.worker.snapshot())
@@ -255,7 +255,7 @@ class Session:
         return version
 
     def end(self, told: Any = None) -> None:
-        """Leave with the last values; as the chief, end the training for everybody."""
+        """Leave with the last values; as the chief, end the training for all workers."""
         if self.over is not None:
             return
         for handle in self._handles:
@@ -263,7 +263,7 @@ class Session:
         self._handles = []
         if self.worker.is_chief:
             self.worker.finish([told, [t.detach() for t in self.beside]])
-            self._read_last()  # with all that counted
+            self._read_last()  # with all gradients that counted
         else:
             self.worker.refresh()
         self.worker.at_fall = None
@@ -272,7 +272,7 @@ class Session:
         self.forget_gradients()
 
     def take_last(self, over: FitOver) -> Any:
-        """As another worker: take what the chief has sent at the end."""
+        """As another worker: take the tensors that the chief sent at the end."""
         told, beside = over.told if over.told is not None else (None, None)
         if beside is not None:
             copy_into(self.beside, beside)
@@ -280,7 +280,7 @@ class Session:
 
 
 def _end_prepared(worker: Client) -> None:
-    """Before another training: end that of a prepared loop, if the loop is done."""
+    """Before another training: end that of a prepared loop, which must be done."""
     if worker.at_end is not None and worker.prepared.is_open:
         raise UsageError(
             "another training was begun before the loop over the prepared loader was done, and "
@@ -291,7 +291,7 @@ def _end_prepared(worker: Client) -> None:
 
 
 def _groups(optimizer: Any, params: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The optimizer's groups, with the numbers of their variables; None for a frozen one."""
+    """Return the optimizer's groups with the numbers of their variables; None for frozen ones."""
     numbers = {id(param): i for i, param in enumerate(params)}
     return [
         {**settings_of(group), "variables": [numbers.get(id(p)) for p in group["params"]]}
@@ -300,7 +300,7 @@ def _groups(optimizer: Any, params: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 
 def _by_server(whole: Mapping[int, Mapping[str, Any]], plan: TrainingPlan) -> list[Any]:
-    """A state by variable, cut into what each server has of it."""
+    """Cut a state by variable into each server's pieces."""
     return [cut(whole, [e.piece for e in extents], plan.shapes) for extents in plan.layout.extents]
 
 
@@ -309,6 +309,6 @@ def _pieces(plan: TrainingPlan) -> list[Piece]:
 
 
 def _by_variable(states: Sequence[Any], plan: TrainingPlan) -> dict[int, dict[str, Any]]:
-    """The states of the servers' pieces, put together by variable."""
+    """Join the states of the servers' pieces by variable."""
     flat = [state for each in states for state in each]
     return assemble(_pieces(plan), flat, plan.shapes)

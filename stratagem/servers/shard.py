@@ -1,8 +1,8 @@
-"""One server's parameters, and the gradients that workers have laid into its slots.
+"""One server's parameters, and a slot for each worker's gradient.
 
-Workers lay gradients down and fetch values; only the coordinator's orders change anything, one
-after the other and in the same order on every server. `done` counts them, so that a worker can ask
-for values that are not older than what it knows to have been ordered.
+Workers send gradients and fetch values; only the coordinator's orders change parameters, in the
+same sequence on every server. `done` counts the orders, so that a worker can ask for values as of
+an order that it knows of.
 """
 
 from __future__ import annotations
@@ -30,52 +30,52 @@ from stratagem.wire.segment import Segment
 Order = list[Any]
 
 OF_WORKER = (1 << 20) - 1  # the bits of a snapshot's number that say whose it is
-_FEW = 2  # workers, for which a server itself writes the rows that have changed
+_FEW = 2  # up to so many workers, the server itself writes changed rows into their memory
 
 
 @dataclass
 class WorkerSlot:
-    """One worker's gradients here, and how it gets values."""
+    """One worker's gradient here, and how the worker gets values."""
 
-    #: this server's pieces in the fit that the slot belongs to, and how numbers travel there
+    #: this server's pieces in the fit of the slot, and how numbers travel there
     views: Sequence[Tensor]
     codec: Codec
     #: the dense gradient of this server's pieces, one after the other
     gradient: Tensor
-    #: how many elements of it were sent: all, or those of the pieces that were used
+    #: how many elements of the gradient were sent: all, or those of used pieces
     filled: int
-    #: the worker's own memory, where it can be reached
+    #: the worker's own memory by piece, if this process can map it
     targets: list[Tensor] | None = None
-    #: whether rows are written there, too, or sent for the worker to write them itself
+    #: whether the server writes rows there, too, or sends them to the worker
     scatters: bool = True
     #: rows of sparse gradients: piece, row numbers, values
     rows: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    #: the values that the worker computes with, for rules that ask
+    #: the values that the worker computes with, for policies that compare
     then: Tensor | None = None
-    #: how often values had been assigned when it last fetched them
+    #: how often values had been assigned at the worker's last fetch
     edition: int = 0
-    #: what a compressed gradient comes as
+    #: memory for a compressed gradient
     packed: PackedGradient | None = None
 
     @property
     def dense(self) -> Codec:
-        """What the dense gradient is encoded by: nothing, where it does not travel."""
+        """The codec of the dense gradient; PLAIN in shared memory."""
         return self.codec if self.targets is None else PLAIN
 
 
 class Shard:
-    """The data of one server. Every method may be called from any thread."""
+    """The parameters and slots of one server. Thread-safe."""
 
     def __init__(self, index: int, device: torch.device, cores: int | None = None) -> None:
-        """`cores` are those that may be used while nobody else computes."""
+        """`cores` is how many an update may use."""
         self.index, self.device, self._cores = index, device, cores
         self.changed = threading.Condition()
         self.done = 0
-        #: that of the fit which is under way, or was last
+        #: of the present or last fit
         self.plan: TrainingPlan | None = None
         self.fit = -1
         self.failure: ReplicaError | None = None
-        #: by the process of a worker
+        #: by placement, the token of a worker's process
         self.slots: dict[str, WorkerSlot] = {}
         self._published: tuple[int, Tensor] | None = None
         self.snapshots: dict[int, StoreSnapshot] = {}
@@ -104,7 +104,7 @@ class Shard:
             self.changed.notify_all()
 
     def assign(self, values: Tensor, pieces: Sequence[int]) -> None:
-        """Take other values of some pieces, from outside of the training."""
+        """Replace the values of some pieces from outside of the training."""
         with self.changed:
             self.training()
             views = [self.store.views[piece] for piece in pieces]
@@ -120,16 +120,16 @@ class Shard:
     def attach(self, placement: str, handle: str | None, fit: int) -> None:
         """Give a worker a slot: in its own memory, if this machine can map it.
 
-        It stays until the coordinator orders it away, or a fit begins: orders may still be on their
-        way that mean a gradient of a worker which has died since.
+        The slot stays until an order removes it or a fit begins: orders under way may refer to the
+        gradient of a worker that has died.
         """
         with self.changed:
-            while self.fit < fit:  # a copy of another holder is on its way here
+            while self.fit < fit:  # another holder's copy is on its way
                 _check(self)
                 self.changed.wait(0.5)
             plan = self.training()
             if fit != self.fit:
-                return  # it comes too late, and the coordinator will say so
+                return  # too late, as the coordinator will answer
             layout = plan.layout
             load = layout.loads[self.index]
             if handle is None:
@@ -138,7 +138,7 @@ class Shard:
                 slot.packed = packed_gradient(plan, self.index)
                 self.slots[placement] = slot
                 return
-            # Many workers scatter their rows sooner than one server does it for all of them.
+            # Many workers write rows faster themselves than one server for all of them.
             scatters = plan.workers <= _FEW or plan.codec.lossy
             segment = Segment.attach(handle)
             if segment.size < memory_size(plan):
@@ -161,7 +161,7 @@ class Shard:
             self.slots[placement] = slot
 
     def fetch(self, placement: str, have: int, after: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """Answer a worker that has version `have`: a header, and what to send with it."""
+        """Answer a worker that has version `have`: return a header and the tensors to send."""
         with self.changed:
             self.wait_until(lambda: self.done >= after or placement not in self.slots)
             if placement not in self.slots:
@@ -181,7 +181,7 @@ class Shard:
         return header, body
 
     def _news(self, slot: WorkerSlot, have: int, header: dict[str, Any]) -> list[Tensor]:
-        """Write what has changed since version `have` into the worker's memory, or return it."""
+        """Write the changes since version `have` into the worker's memory, or return them."""
         if not self.store.views:
             return []  # there are more servers than pieces
         changes = self.store.changed_since(have)
@@ -212,28 +212,28 @@ class Shard:
         return body
 
     def _publish(self) -> Tensor:
-        """Copy all values, once a version however many workers ask."""
+        """Return a copy of all values, made once per version."""
         if self._published is None or self._published[0] != self.store.version:
-            # sent when others may be at it again, so in memory of its own
+            # a copy, as updates go on while it is sent
             encoded = self.training().codec.encode(self.store.values)
             self._published = (self.store.version, encoded)
         return self._published[1]
 
     def _try_threads(self, plan: TrainingPlan) -> None:
-        """Begin to try numbers of threads, unless the best is known from a fit like this one. An
-        optimizer that adds up whole variables gets one thread: more would change its sums."""
+        """Begin to try numbers of threads, unless a fit like this one has. An optimizer that sums
+        over whole variables gets one thread: more would change its sums."""
         numbers = choices(self._cores or 1) if elementwise(plan.recipe) else [1]
         fit = (numbers, plan.workers, plan.updates, plan.layout.count)
         if fit != self._tried:
             self._tried, self._trial = fit, ThreadTrial(numbers)
 
     def _take(self, threads: int) -> None:
-        """Use so many threads from here on; torch counts them for each Python thread."""
+        """Set torch's number of threads, which it keeps for each Python thread."""
         if self._cores is not None and torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Wait until orders have made a condition true."""
+        """Wait until orders make a condition true."""
         with self.changed:
             while not ready():
                 self.training()
@@ -241,7 +241,7 @@ class Shard:
             self.training()
 
     def training(self) -> TrainingPlan:
-        """Return the plan of the fit that is under way, or was last; raise if there is none."""
+        """Return the plan of the present or last fit; raise if there is none."""
         _check(self)
         if self.plan is None:
             raise UsageError("no training is under way here")
@@ -250,9 +250,9 @@ class Shard:
     # --- what the coordinator orders ------------------------------------------------------------
 
     def obey(self, order: Order) -> Any:
-        """Carry out one order; return its number, for orders that ask for one."""
+        """Carry out one order; return its result, for orders that have one."""
         with self.changed:
-            # Sums come out the same every time only if as many threads add them up.
+            # Sums are reproducible only with a fixed number of threads.
             self._take(self._trial.threads if order[0] in _BY_ELEMENT else 1)
             try:
                 return _ORDERS[order[0]](self, *order[1:])
@@ -271,11 +271,11 @@ class Shard:
         slot.rows = []
 
     def _one(self, placement: str, factor: float, rate: float, used: Sequence[bool] | None) -> None:
-        """Apply a push that makes an update by itself."""
+        """Apply a push that is an update by itself."""
         slot = self.slots[placement]
         clip = self.training().clip.value
         with self._measured():
-            # What other holders read in the worker's memory must not be changed there.
+            # Other holders read the worker's memory, too, so it must not change.
             shared = self.training().backups and slot.targets is not None
             if slot.rows or slot.dense.lossy or shared:
                 self._add(placement, factor, used)
@@ -290,7 +290,7 @@ class Shard:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Note how far an update moves the values, for rules that ask."""
+        """Measure how far an update moves the values, for policies that ask."""
         if not self._measures:
             yield
             return
@@ -322,7 +322,7 @@ class Shard:
         ]
 
     def snapshot(self, number: int, after: int) -> StoreSnapshot:
-        """Take a snapshot that was ordered away from here."""
+        """Return a snapshot that was ordered, and forget it."""
         with self.changed:
             self.wait_until(lambda: self.done >= after)
             return self.snapshots.pop(number)
@@ -334,12 +334,12 @@ def _check(shard: Shard) -> None:
 
 
 def shares_memory(shard: Shard) -> bool:
-    """Whether workers have their values written into their own memory by servers."""
+    """Return whether this server writes values into workers' own memory."""
     return any(slot.targets is not None for slot in list(shard.slots.values()))
 
 
 def _set_aside(shard: Shard, number: int) -> None:
-    """Keep a snapshot; a worker's earlier one has been fetched."""
+    """Keep a snapshot, and drop the same worker's earlier one."""
     worker = number & OF_WORKER
     shard.snapshots = {n: s for n, s in shard.snapshots.items() if n & OF_WORKER != worker}
     shard.snapshots[number] = shard.store.snapshot()
@@ -350,7 +350,7 @@ def _distance(shard: Shard, placement: str) -> float:
     return 0.0 if then is None else shard.store.distance_squared(then)
 
 
-#: what the coordinator may order; those that return a number answer with it
+#: the orders of the coordinator; it reads the results of those in `holders.ASKS`
 _ORDERS: dict[str, Callable[..., Any]] = {
     "add": Shard._add,
     "one": Shard._one,
@@ -362,10 +362,10 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "snapshot": _set_aside,
     "leave": lambda shard, placement: shard.slots.pop(placement, None) and None,
     "bury": lambda shard, placement: shard.slots.pop(placement, None) and None,
-    "flush": lambda shard: 0.0,  # whoever has the answer knows that everything before is done
-    "forget": lambda shard: shard.store.forget(),  # what was added up makes no update after all
+    "flush": lambda shard: 0.0,  # its answer shows that all earlier orders are done
+    "forget": lambda shard: shard.store.forget(),  # drops the sum of a batch that was cancelled
 }
-_MAKES = {"one", "apply"}  # an update
+_MAKES = {"one", "apply"}  # orders that make an update
 _BY_ELEMENT = {"add", *_MAKES}
 
 
@@ -374,12 +374,12 @@ def _policies(plan: TrainingPlan) -> tuple[Policy, ...]:
 
 
 def memory_size(plan: TrainingPlan) -> int:
-    """Bytes of what a worker shares with the servers of its machine."""
+    """Return the bytes that a worker shares with the servers of its machine."""
     return 2 * plan.layout.count * plan.dtype.itemsize + 64
 
 
 def memory_of(segment: Segment, plan: TrainingPlan) -> tuple[Tensor, Tensor]:
-    """A worker's values, and its outbox of gradients ordered by server."""
+    """Return a worker's values, and its outbox of gradients ordered by server."""
     count = plan.layout.count
     values = segment.tensor(plan.dtype, [count])
     outbox = segment.tensor(plan.dtype, [count], offset=count * plan.dtype.itemsize)

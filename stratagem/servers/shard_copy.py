@@ -1,4 +1,4 @@
-"""A shard as it is at one moment, on its way to a server that has come back."""
+"""Copies of shards, sent to a server that has come back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("stratagem")
 
 
 def copy_of(shard: Shard) -> tuple[dict[str, Any], list[Tensor]]:
-    """All that orders have made of a shard so far: what to send. Nothing before the first fit."""
+    """Return the present state of a shard as it is sent; empty before the first fit."""
     with shard.changed:
         if shard.plan is None:
             return {"plan": None}, []
@@ -39,7 +39,7 @@ def copy_of(shard: Shard) -> tuple[dict[str, Any], list[Tensor]]:
 def send_copy(
     copy: tuple[dict[str, Any], list[Tensor]], shard: int, address: str, secret: bytes, limit: float
 ) -> None:
-    """Send a copy to the server at this address, and wait until it has it."""
+    """Send a copy to the server at this address, and wait until it arrived."""
     hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
     there = Member(f"ps of shard {shard}", address)
     (connection,) = connect_all([there], secret, hello, limit, answers=False)
@@ -80,7 +80,7 @@ class HeldHere:
         self._lock = threading.Lock()
 
     def of(self, number: int) -> Shard:
-        """Return a shard, which is made when it is first asked for."""
+        """Return a shard; make it at the first call."""
         with self._lock:
             if number not in self._shards:
                 made = Shard(number, self._own.device, self._cores)
@@ -95,7 +95,7 @@ class HeldHere:
                 shard.failure = failure
 
     def send_copy(self, number: int, address: str) -> None:
-        """Copy a shard as it is now, and send it off beside the next orders."""
+        """Copy a shard as it is now, and send it in a thread."""
         copy = copy_of(self.of(number))
 
         def send() -> None:
@@ -116,6 +116,6 @@ class HeldHere:
         self._arrived(number).set()
 
     def await_copy(self, number: int, over: Callable[[], bool]) -> None:
-        """Wait for a copy; none comes any more when the job is `over`."""
+        """Wait for a copy until the job is `over`."""
         while not self._arrived(number).wait(0.5) and not over():
             continue

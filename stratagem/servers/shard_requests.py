@@ -1,4 +1,4 @@
-"""The requests of every server: about its shard of the parameters."""
+"""Requests to every server, about its shard of the parameters."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def opening(shard: Shard, peer: Peer, frame: Frame) -> tuple[TrainingPlan, Tenso
 def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
     """Read a gradient into the worker's slot; rows of sparse ones beside it.
 
-    A frame without a byte says something, too: no row was touched here, or nothing was used.
+    An empty frame is valid: no row was touched here, or no piece was used.
     """
     if frame.header.get("laid"):
-        return  # it came while it was made
-    if frame.header.get("after"):  # what lies here may still be wanted
+        return  # it came during backward
+    if frame.header.get("after"):  # the last gradient may not be read yet
         after = frame.header["after"]
         if type(after) is not int:
             raise UsageError(f"{peer.name} sends a gradient after {after!r}, which is no number")
         shard.wait_until(lambda: shard.done >= after)
     slot = shard.slots.get(peer.token)
-    if slot is None:  # of a fit that is over
+    if slot is None:  # of an earlier fit
         peer.connection.skip(TREE_LIMIT)
         return
     packed = None if frame.header.get("dense") else slot.packed
@@ -74,7 +74,7 @@ def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
 def _announced_rows(
     slot: WorkerSlot, peer: Peer, frame: Frame, packed: PackedGradient | None
 ) -> tuple[list[tuple[int, Tensor, Tensor]], int]:
-    """Memory for the rows of sparse gradients in a frame, and the bytes left for others."""
+    """Return memory for the rows of sparse gradients in a frame, and the bytes left."""
     rows: list[tuple[int, Tensor, Tensor]] = []
     left = frame.size
     announced = frame.header.get("rows", [])
@@ -87,7 +87,7 @@ def _announced_rows(
     for piece, count in announced:
         view = slot.views[piece]
         width = view[:1].numel()
-        if not 0 <= count <= left:  # before anything is computed of it
+        if not 0 <= count <= left:  # before it is used
             raise UsageError(f"{peer.name} announces more rows than it sends")
         size = None if packed is None else packed.row_bytes(width * count)
         left -= 8 * count + (count * width * slot.codec.itemsize if size is None else size)
@@ -109,7 +109,7 @@ def open_shard(
 ) -> None:
     """Begin a fit with these values."""
     made, values, states = body
-    with shard.changed:  # not while it reads: who is to end the job needs that, too
+    with shard.changed:  # not while reading: a failing job needs the lock
         shard.open(made, fit)
         shard.store.restore(values, states)
 
@@ -122,12 +122,12 @@ def attach(shard: Shard, peer: Peer, fit: int, memory: str | None) -> None:
 
 @_request("stage", WORKER, body=gradient)
 def stage(shard: Shard, peer: Peer, body: None) -> None:
-    """Keep a gradient; the coordinator decides about it."""
+    """Keep a gradient, about which the coordinator decides."""
 
 
 @_request("settled", WORKER, after=int)
 def settled(shard: Shard, peer: Peer, after: int) -> None:
-    """Wait until a worker may write over the gradient that lies in its memory."""
+    """Wait until a worker may overwrite the gradient in its memory."""
     shard.wait_until(lambda: shard.done >= after)
 
 
@@ -147,7 +147,7 @@ def snapshot_taken(shard: Shard, peer: Peer, number: int, after: int) -> Any:
 
 @_request("assign", WORKER, pieces=list)
 def assign(shard: Shard, peer: Peer, pieces: list[int]) -> None:
-    """Put other values in the place of some pieces, from outside of the training."""
+    """Replace the values of some pieces from outside of the training."""
     plan = shard.training()
     extents = plan.layout.extents[shard.index]
     count = sum(extents[piece].hi - extents[piece].lo for piece in pieces)
@@ -158,7 +158,7 @@ def assign(shard: Shard, peer: Peer, pieces: list[int]) -> None:
 
 @_request("assign states", WORKER, body=tree)
 def assign_states(shard: Shard, peer: Peer, body: Tensor) -> None:
-    """Put another state in the place of the optimizer's, from outside of the training."""
+    """Replace the optimizer's state from outside of the training."""
     states = decode(body)
     with shard.changed:
         shard.training()
@@ -167,5 +167,5 @@ def assign_states(shard: Shard, peer: Peer, body: Tensor) -> None:
 
 @_request("bye", WORKER)
 def bye(shard: Shard, peer: Peer) -> None:
-    """A worker leaves the job."""
+    """Note that a worker leaves the job."""
     peer.said_bye = True

@@ -1,4 +1,4 @@
-"""At the coordinator: what becomes of the shards of a server that dies, or comes back."""
+"""At the coordinator: taking over the shards of a server that dies, until it comes back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("stratagem")
 
 
 class Takeover:
-    """Any thread may call; `changed` is the coordinator's lock."""
+    """Handles servers that die or come back. Thread-safe; `changed` is the coordinator's lock."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Takeover:
         holders.lose = self.lose
 
     def can_lose(self, server: int) -> bool:
-        """Whether every shard of a server is held by another, too."""
+        """Return whether every shard of a server is held by another one, too."""
         return server in self.holders.gone or (server > 0 and not self.holders.alone(server))
 
     def lose(self, server: int) -> bool:
-        """Do without a server if others hold its shards, else end the job; return which."""
+        """Drop a server if others hold its shards, else end the job; return whether it goes on."""
         holders, name = self.holders, f"ps {server}"
-        holders.hang_up(server)  # wakes a thread that waits for it, lock in hand
+        holders.hang_up(server)  # wakes a thread that waits for it with the lock
         with self._changed:
             if server in holders.gone:
                 return True
@@ -56,9 +56,9 @@ class Takeover:
         return True
 
     def heartbeat(self, server: int) -> None:
-        """Note a server that has come, at the start of the job or started again."""
+        """Note a server's new heartbeat, at the start of the job or after a restart."""
         here = [peer for peer in self._peers.present("heartbeat") if peer.server == server]
-        if len(here) > 1:  # the one before is dead, which nobody has noticed yet
+        if len(here) > 1:  # the process before is dead
             self.lose(server)
         if server in self.holders.gone:
             threading.Thread(
@@ -86,7 +86,7 @@ class Takeover:
 
 @request("hold", CHIEF, backups=int)
 def hold(coordinator: Coordinator, peer: Peer, backups: int) -> None:
-    """Have so many other servers hold each shard, from the next fit on."""
+    """Have `backups` other servers hold each shard from the next fit on."""
     assert coordinator.holders is not None
     with coordinator.changed:
         coordinator.check()
@@ -97,8 +97,8 @@ def hold(coordinator: Coordinator, peer: Peer, backups: int) -> None:
 def holders(
     coordinator: Coordinator, peer: Peer, generation: int, lost: list[int]
 ) -> dict[str, Any]:
-    """Say who holds what; the worker, which knows of the servers of a generation, does not reach
-    those of `lost` any more."""
+    """Return which servers hold which shards, to a worker that knows those of `generation` and does
+    not reach those in `lost` any more."""
     assert coordinator.holders is not None
     with coordinator.changed:
         coordinator.check()

@@ -1,4 +1,4 @@
-"""What runs in the processes behind parameter servers: a server, or a worker and its calls."""
+"""Entry points of the processes: a server, or a worker and its calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 class NoCollective(Collective):
-    """Stands where mirrored replicas have a collective; every use of it is refused."""
+    """The collective of workers with servers, which refuses every use."""
 
     overlaps = False
 
@@ -47,7 +47,7 @@ class NoCollective(Collective):
 
 
 def in_group(replica: Replica) -> bool:
-    """Whether the replica is one of several devices of one worker."""
+    """Return whether the replica is one of several devices of one worker."""
     return replica.count > 1 and not isinstance(replica.collective, NoCollective)
 
 
@@ -87,12 +87,12 @@ def replica_of(index: int, size: int, device: str, name: str) -> Replica:
 
 
 def serve_to_the_end(make: Callable[[], Server]) -> None:
-    """Serve until the job is done, anew where another server was lost; raises why it cannot be.
+    """Serve until the job is done, starting over where another server was lost.
 
-    Where the only holder of a shard is lost, a job that keeps checkpoints (`TrainingPlan.resumes`)
-    goes back to the last one: the lost process is started again, the other servers forget
-    everything and serve anew in the same processes, and the chief brings the checkpoint's values.
-    So no server has anything of the time after it, and nothing can count twice.
+    If the only holder of a shard is lost, a job that keeps checkpoints (`TrainingPlan.resumes`)
+    goes back to the last one: the lost process is restarted, the other servers drop everything and
+    start over in their processes, and the chief sends the checkpoint's values. So no gradient can
+    count twice.
     """
     returning = False
     while True:
@@ -104,24 +104,24 @@ def serve_to_the_end(make: Callable[[], Server]) -> None:
         except ReplicaError as failure:
             if not goes_back(server.shard.plan, failure, returning=server.returning):
                 raise
-            returning = True  # until a plan says otherwise: one more may be lost before
+            returning = True  # until a plan says otherwise: another server may be lost first
             log.warning("%s serves anew: the job goes back to its last checkpoint", server.name)
 
 
 def serve(index: int, address: Address, patience: Patience, device: str, cores: int) -> None:
-    """In a child: be a server until the job ends; the chief reports its errors."""
+    """In a child: run a server until the job ends; the chief reports its errors."""
     logging.basicConfig(format="%(message)s")
     log.setLevel(logging.ERROR)
     place = index, address.servers, address.secret, patience, device_of(device), cores
     serve_to_the_end(lambda: Server(*place))
 
 
-def sit_down(
+def become_worker(
     index: int, size: int, device: str, address: Address, patience: Patience, threads: int
 ) -> None:
-    """In a child: be a worker from now on."""
-    desk = follower.state
-    assert desk is not None
+    """In a child: become a worker."""
+    child = follower.state
+    assert child is not None
     logging.basicConfig(format="%(message)s")
     name = f"worker {index}"
     if threads:
@@ -131,7 +131,7 @@ def sit_down(
         before.close(goodbye=False)
     worker = Client(index, name, False, address, patience)
     become(worker)
-    desk.on_failure = partial(report_failure, worker)
+    child.on_failure = partial(report_failure, worker)
     set_called(replica_of(index, size, device, name))
 
 
@@ -145,7 +145,7 @@ def report_failure(worker: Client, text: str) -> None:
 
 
 def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run on each device of a worker."""
+    """Run a function on each device of a worker."""
     current_replica().with_chief = chief
     worker = _present
     before = None if worker is None else worker.prepared
@@ -169,7 +169,7 @@ def run(
     dtype: torch.dtype,
     dice: RngStates,
 ) -> Any:
-    """In a child: run what the client runs."""
+    """In a child: run the function that the chief runs."""
     torch.set_default_dtype(dtype)
     worker = current_worker()
     dice.throw(worker.index)

@@ -1,9 +1,8 @@
-"""How many threads make a server's updates: tried in turns, then kept.
+"""The number of threads of a server's updates: several are tried in turns, the best is kept.
 
-More threads shorten an update, but those of torch go on spinning for a while after it, and then
-they take the cores from workers that compute. Which of the two weighs more depends on the machine
-and on how many workers there are, so it is measured where it counts: in the time from one update
-to the next.
+More threads shorten an update, but torch's threads spin for a while after it and take cores from
+workers that compute. Which weighs more depends on the machine and the number of workers, so the
+time from one update to the next is measured.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-_TURN = 8  # updates with one number of threads, of which the first
-_SETTLES = 2  # are not counted: threads start, caches fill
-_TURNS = 2  # of each number
-_CLEARLY = 0.95  # of the time that fewer threads take, to be worth more of them
-_MOST = 4  # threads; an update is soon as fast as memory
+_TURN = 8  # updates in a turn with one number of threads
+_SETTLES = 2  # first updates of a turn, not counted: threads start, caches fill
+_TURNS = 2  # turns of each number
+_CLEARLY = 0.95  # more threads must take less than this share of the time of fewer
+_MOST = 4  # threads; more do not help, as memory is the limit
 
 
 def choices(cores: int) -> list[int]:
-    """The numbers of threads that are worth a trial on a machine with so many cores."""
+    """Return the numbers of threads to try on a machine with so many cores."""
     return sorted({1, max(1, min(cores, _MOST))})
 
 
 class ThreadTrial:
-    """Says for every update how many threads to take."""
+    """Chooses the number of threads for every update."""
 
     def __init__(
         self, numbers: Sequence[int], clock: Callable[[], float] = time.perf_counter
@@ -36,7 +35,7 @@ class ThreadTrial:
         self._plan = [n for _ in range(_TURNS) for n in numbers] if len(numbers) > 1 else []
         self._in_turn = 0
         self._last = 0.0
-        #: for the update that comes
+        #: for the next update
         self.threads = self._plan[0] if self._plan else self._numbers[0]
 
     def made(self) -> None:

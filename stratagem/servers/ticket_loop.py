@@ -1,11 +1,11 @@
 """A custom loop with parameter servers: a loader of tickets, an optimizer that pushes.
 
-    for x, y in loader:              a batch that this worker was dealt, with the newest values
+    for x, y in loader:              a batch dealt to this worker, with the newest values
         loss_fn(model(x), y).backward()
-        optimizer.step()             the gradients go to the servers; nothing is updated here
+        optimizer.step()             pushes the gradients; servers update the weights
         optimizer.zero_grad()
 
-A batch without a step is done, too: there is no update for it, and gradients add up.
+A batch without a step counts as done: it makes no update, and its gradients accumulate.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stratagem.training.setup import refuse_frequencies, refuse_renormed
 
 
 class TicketLoader:
-    """Iterates over the batches that this worker is dealt, until the epoch's are all done."""
+    """Iterates over the batches dealt to this worker, until all of the epoch are done."""
 
     def __init__(
         self, session: LoopSession, loader: DataLoader[Any], replica: Replica, weights: PushWeights
@@ -63,7 +63,7 @@ class TicketLoader:
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
         self._closed = False
-        #: what cannot be followed, to be said as soon as somebody listens
+        #: an error found when the loop was left, raised at the next opportunity
         self._refusal: NotDistributable | None = None
         self._writes = LoopWrites(session)
 
@@ -82,7 +82,7 @@ class TicketLoader:
             self._group.commands.tell(*words)
 
     def __len__(self) -> int:
-        """Batches of the whole epoch, however many of them come here."""
+        """The number of batches of the whole epoch, on all workers."""
         return len(self.loader)
 
     @property
@@ -120,9 +120,8 @@ class TicketLoader:
             self._writes.begin_batch(number)
             try:
                 yield batch if self.device.type == "cpu" else to_device(batch, self.device)
-            except GeneratorExit:  # the loop was left
+            except GeneratorExit:  # break, unless an error ends the training
                 if worker.at_end is not None and not self._in_trouble():
-                    # and not by an error that ends the training
                     self._leave(number)
                 raise
             self._check_open()
@@ -130,7 +129,7 @@ class TicketLoader:
             self._skip()
 
     def _skip(self) -> None:
-        """The loop wants another batch: if it made no step, that was on purpose."""
+        """Count a batch without a step as done."""
         if self._held is not None:
             (ticket, _), self._held = self._held, None
             self.session.worker.ask("skip", serial=ticket.serial)
@@ -168,13 +167,13 @@ class TicketLoader:
             self._group.align()
 
     def _leave(self, number: int) -> None:
-        """The loop was left in batch `number` of the pass: another worker does that batch."""
-        with suppress(ReplicaError):  # a job that has failed: the other workers are told why
+        """Leave the loop in batch `number` of the pass; another worker does that batch."""
+        with suppress(ReplicaError):  # a failed job: the error is raised elsewhere
             try:
                 self._writes.check_weights()
                 self._writes.check_state()
             except NotDistributable as refusal:
-                self._refusal = refusal  # raised later: nobody hears of it now
+                self._refusal = refusal  # raised later: Python would drop it here
             self._held = None
             self.session.worker.stand_aside(self._epoch)
             self._writes.mark()
@@ -214,7 +213,7 @@ class TicketLoader:
         return whole, max(count_rows(whole), 0)
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step: push the gradients, so that the step itself finds none."""
+        """Before a step: push the gradients, so that the step finds none."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotDistributable(
                 "optimizer.step() was given a closure, and servers cannot evaluate the loss; call "
@@ -238,7 +237,7 @@ class TicketLoader:
         self._writes.pushed()
 
     def _weight_of_row(self) -> float:
-        """Return what the loss is divided by for each row, where workers share a batch."""
+        """Return the loss' denominator per row, where workers share a batch."""
         weight = self._weights.of_batch()
         if self.session.plan.parts == 1:
             return 1.0
@@ -253,7 +252,7 @@ class TicketLoader:
     def bring_state(self, optimizer: Optimizer) -> None:
         """Before the optimizer's state is saved: read it, and its values, from the servers.
 
-        While a batch is in hand the values stay: gradients are being made with them.
+        In the middle of a batch the values stay: its gradient is computed with them.
         """
         self.session.read_state(values=self._held is None)
         self._writes.brought(values=self._held is None)
@@ -265,7 +264,7 @@ class TicketLoader:
         self.session.take_last(over)
 
     def close(self) -> None:
-        """End the training as the chief; another worker waits for that."""
+        """End the training as the chief; as another worker, wait for the end."""
         worker = self.session.worker
         if self._refusal is None and not self._over:
             self._writes.send()
@@ -288,7 +287,7 @@ def prepare_served(
     loader: Any,
     loss_reduction: str | None,
 ) -> Prepared:
-    """Have `optimizer.step` push gradients, and the loader deal out batches.
+    """Have `optimizer.step` push gradients, and the loader deal batches.
 
     `worker` is None on all devices of a worker but the first.
     """
@@ -305,7 +304,7 @@ def prepare_served(
     session = LoopSession(
         worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
     )
-    session.cancels = False  # a loop of the user's own runs its course
+    session.cancels = False  # backward in a custom loop is not interrupted
     if worker.is_chief:
         say_who_reads(loader)
         if session.over is None and session.plan.parts > 1:
@@ -325,7 +324,7 @@ def prepare_served(
 
 
 def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
-    """Refuse what servers cannot do."""
+    """Refuse models, optimizers and loaders that servers cannot train."""
     if not isinstance(loader, DataLoader):
         raise NotDistributable(
             f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "

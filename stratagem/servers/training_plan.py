@@ -1,10 +1,10 @@
-"""What is trained, where its pieces lie and under which rule: the same on every task of a job."""
+"""The plan of a fit: parameters, pieces, optimizer and rule, the same on every task."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -29,17 +29,17 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Clip:
-    """How the gradient of an update is cut down, whatever it was added up from."""
+    """How the gradient of an update is clipped."""
 
     norm: float | None = None
     value: float | None = None
-    #: what is added to a norm before the limit is divided by it: torch's way; Keras adds nothing
+    #: added to a norm before the limit is divided by it, as torch does; Keras adds nothing
     margin: float = 1e-6
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """One fit: made by the chief, told to the servers, taken over by the workers."""
+    """The plan of one fit; the chief makes it, servers and workers get it."""
 
     shapes: tuple[tuple[int, ...], ...]
     type: str
@@ -50,13 +50,13 @@ class TrainingPlan:
     workers: int
     servers: int
     clip: Clip = Clip()
-    #: how gradients and values travel over sockets: the name of a type; or how gradients do alone
+    #: how gradients and values travel over sockets (a type), or gradients alone (compression)
     wire: Wire = None
-    #: from which every worker makes its own random numbers
+    #: from which every worker derives its own seed
     seed: int = 0
-    #: how many other servers hold each shard, too
+    #: how many other servers hold a copy of each shard
     backups: int = 0
-    #: whether the training goes back to a checkpoint where a server is lost
+    #: whether the training goes back to a checkpoint if a server is lost
     resumes: bool = False
 
     @property
@@ -65,12 +65,12 @@ class TrainingPlan:
 
     @cached_property
     def codec(self) -> Codec:
-        """How values travel over sockets, and gradients that are not compressed."""
+        """The codec of values, and of gradients that are not compressed."""
         return codec_for(None if isinstance(self.wire, Compression) else self.wire, self.dtype)
 
     @property
     def compression(self) -> Compression | None:
-        """What gradients are compressed by."""
+        """The compression of gradients, if any."""
         return self.wire if isinstance(self.wire, Compression) else None
 
     @property
@@ -82,14 +82,14 @@ class TrainingPlan:
 
     @property
     def at_once(self) -> int:
-        """To how many workers a server sends values at a time."""
+        """To how many workers a server sends values at the same time."""
         return sends_at_once(
             self.workers, self.servers, in_step=isinstance(self.updates, Synchronous)
         )
 
     @property
     def compares(self) -> bool:
-        """Whether a gradient is held against the values that it was computed with."""
+        """Whether a policy compares the values with those that a gradient was computed with."""
         return any(policy.needs_then for policy in getattr(self.updates, "staleness", ()))
 
     @cached_property
@@ -100,7 +100,7 @@ class TrainingPlan:
         return {
             "shapes": [list(shape) for shape in self.shapes],
             "type": self.type,
-            "pieces": [piece.to_json() for piece in self.pieces],
+            "pieces": [astuple(piece) for piece in self.pieces],
             "recipe": self.recipe.to_json(),
             "updates": self.updates.to_json(),
             "workers": self.workers,
@@ -117,7 +117,7 @@ class TrainingPlan:
         return cls(
             tuple(tuple(int(n) for n in shape) for shape in told["shapes"]),
             str(told["type"]),
-            tuple(Piece.from_json(piece) for piece in told["pieces"]),
+            tuple(Piece(*piece) for piece in told["pieces"]),
             OptimizerRecipe.from_json(told["recipe"]),
             rule.from_json(told["updates"]),
             int(told["workers"]),
@@ -131,27 +131,27 @@ class TrainingPlan:
 
 
 def goes_back(plan: TrainingPlan | None, failure: BaseException | None, *, returning: bool) -> bool:
-    """Whether a training that has failed so goes back to its last checkpoint.
+    """Return whether a training with this failure goes back to its last checkpoint.
 
-    `returning`: whether one is awaited, or here, that does so, and may not have brought a plan yet.
+    `returning`: the answer while there is no plan yet.
     """
     resumes = returning if plan is None else plan.resumes
     return resumes and is_server_lost(failure)
 
 
 def holders_of(shard: int, servers: int, backups: int) -> list[int]:
-    """The servers that hold a shard: its own, then the next ones in the ring.
+    """Return the servers that hold a shard: its own, then the next ones in the ring.
 
-    The coordinator's own shard is held by nobody else: the job ends with the coordinator.
+    Only the coordinator holds its shard: the job ends with the coordinator.
     """
     return [(shard + i) % servers for i in range(backups + 1)] if shard else [0]
 
 
 def sends_at_once(workers: int, servers: int, *, in_step: bool) -> int:
-    """To how many workers each of the servers sends values at a time.
+    """Return to how many workers each server sends values at the same time.
 
-    A worker reads from all servers at once, so it takes as many workers as servers to fill a
-    server's line. Those who are in step wait for the last: no few are to come after all others.
+    A worker reads from all servers at once, so as many workers as servers fill a server's link. In
+    step the number is rounded up, so that no few workers come last: all wait for these.
     """
     servers = max(1, servers)
     return math.ceil(workers / max(1, workers // servers)) if in_step else servers
@@ -159,17 +159,17 @@ def sends_at_once(workers: int, servers: int, *, in_step: bool) -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """One piece, as elements lo..hi of all variables laid out one after the other."""
+    """One piece, as elements lo..hi of all variables one after the other."""
 
     piece: Piece
     lo: int
     hi: int
-    #: the same elements within their own variable
+    #: where it begins in its own variable
     start: int
 
 
 class WorkerLayout:
-    """Where each server's pieces lie in a worker's memory."""
+    """Offsets of each server's pieces in a worker's memory."""
 
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], pieces: Sequence[Piece], servers: int
@@ -178,7 +178,7 @@ class WorkerLayout:
         self.sizes = [math.prod(shape) for shape in shapes]
         self.starts = [sum(self.sizes[:i]) for i in range(len(shapes))]
         self.count = sum(self.sizes)
-        #: by server, the last variable first: that is how backward makes gradients
+        #: by server, the last variable first, as backward makes gradients
         self.extents: list[list[Extent]] = [[] for _ in range(servers)]
         for piece in reversed(pieces):
             self.extents[piece.server].append(self._extent(piece))
@@ -191,5 +191,5 @@ class WorkerLayout:
         return Extent(piece, first + piece.start * row, first + piece.stop * row, piece.start * row)
 
     def offset(self, server: int) -> int:
-        """Where the server's gradients begin in a worker's outbox."""
+        """Return where the server's gradients begin in a worker's outbox."""
         return sum(self.loads[:server])

@@ -1,9 +1,9 @@
-"""What travels between one worker and the servers of its training: values here, gradients there.
+"""Transfers between a worker and the servers: values to the worker, gradients to the servers.
 
     fetch   the newest values of a shard               every server
     stage   this server's part of the gradient         every server but the coordinator
 
-Where much has to travel, threads do it beside the computation.
+Threads carry large transfers while the worker computes.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.figures.meter import METER
-from stratagem.servers.connections import Line, LineLost
+from stratagem.servers.connections import Connections, Line, LineLost
 from stratagem.servers.server_state import ServerState
-from stratagem.servers.training_plan import TrainingPlan
 from stratagem.servers.worker_memory import WorkerMemory
 from stratagem.wire.tcp import Frame
 
-_LEAVES = 2.0  # seconds that a thread may take whose connection has been closed
+_LEAVES = 2.0  # seconds that a thread may take to end after its connection was closed
 
 
 class TransferThread:
     """Carries bytes between a worker and one server while the worker computes.
 
-    It runs errands one after the other; `wait` brings back what went wrong with one.
+    It runs errands one after the other; `wait` raises the error of one that failed.
     """
 
     def __init__(self, name: str) -> None:
@@ -43,7 +42,7 @@ class TransferThread:
         self._thread.start()
 
     def send(self, errand: Callable[[], None]) -> None:
-        """Run an errand beside the caller."""
+        """Run an errand in the thread."""
         with self._lock:
             self._open += 1
             self._idle.clear()
@@ -57,19 +56,19 @@ class TransferThread:
             raise problem
 
     def end(self) -> None:
-        """Let it go, and wait for that: Python does not survive a thread that still frees tensors
-        while the interpreter ends."""
+        """End the thread, and wait for it: Python crashes if a thread frees tensors while the
+        interpreter ends."""
         self._errands.put(None)
         self._thread.join(_LEAVES)
 
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:
             try:
-                if self._problem is None:  # the rest would only follow from it
+                if self._problem is None:  # later errands depend on earlier ones
                     errand()
             except BaseException as problem:
                 self._problem = problem
-            del errand  # and all that it holds, before anybody relies on its being done
+            del errand  # frees what it holds before `wait` returns
             with self._lock:
                 self._open -= 1
                 if not self._open:
@@ -77,21 +76,21 @@ class TransferThread:
 
 
 class TransferThreads:
-    """Those of one worker: one for each line, made when it is first needed; none until `begin`."""
+    """A worker's transfer threads: one per line, made when first needed; none until `begin`."""
 
     def __init__(self) -> None:
         self._begun = False
         self._threads: dict[Hashable, TransferThread] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything travels beside the computation."""
+        """Whether threads carry the transfers."""
         return self._begun
 
     def begin(self) -> None:
         self._begun = True
 
     def carry(self, line: Hashable, errand: Callable[[], None]) -> None:
-        """Run an errand after all earlier ones over this line."""
+        """Run an errand after all earlier ones of this line."""
         if not self._begun:
             errand()
             return
@@ -111,49 +110,45 @@ class TransferThreads:
         self._begun = False
 
 
-_MUCH = 1 << 20  # bytes of values, from which on threads pay off
+_MUCH = 1 << 20  # bytes of values from which threads pay off
 
 
 class Transfers(ServerState):
-    """The part of a worker that moves tensors."""
+    """The part of a client that moves values and gradients."""
 
-    def __init__(self) -> None:
-        self.plan: TrainingPlan | None = None
-        self._snapshots = 0
-        #: when values came ahead of the request for them
-        self._came = 0.0
+    def __init__(self, index: int, lines: Connections) -> None:
+        super().__init__(index, lines)
         self._transfer_threads = TransferThreads()
-        self._generation = 0
-        #: by shard: what was laid down there last
+        #: by shard: the gradient that was sent last
         self._laid: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
         #: how many orders had been given when the last ticket was
         self._dealt = 0
-        #: servers to which gradients are on their way while they are made
+        #: servers to which gradients travel while backward makes them
         self._streamed: set[int] = set()
 
     def begin_traffic(self, memory: WorkerMemory) -> None:
-        """Begin a training: nothing has travelled yet."""
+        """Begin a training."""
         self.memory = memory
-        #: by server: the version of the values here; and after which order to ask for newer ones
+        #: by server: the version of the values here
         self._have = [-1] * len(self.lines)
+        #: the order after which servers have the values that are needed next
         self._after = self.lines.news = 0
-        #: whether rows of a gradient that did not count may still lie on the servers' desks
+        #: whether servers may still have rows of a gradient that did not count
         self._leftovers = False
         #: by variable: whether it has had a gradient; whether any of them was sparse
         self._had, self._sparse = [False] * len(memory.params), False
-        # Where much has to travel it does so beside the computation.
         self._transfer_threads.end()
         if not self.lines.near and memory.values.nbytes >= _MUCH:
             self._transfer_threads.begin()
 
     @property
     def version(self) -> int:
-        """The version of the values here: that of the oldest shard."""
+        """The version of the oldest shard here."""
         return min(self._have)
 
     @property
     def is_late(self) -> bool:
-        """Whether the other workers have gone on without the gradient that is computed here."""
+        """Whether the other workers went on without the gradient that is being computed."""
         self.lines.listen()
         return self.lines.news > self.version
 
@@ -173,7 +168,7 @@ class Transfers(ServerState):
         self.memory.arrived()
 
     def _fetch(self, i: int, after: int, have: int = -1) -> None:
-        """Fetch the values of a shard; all of them if its server dies meanwhile."""
+        """Fetch a shard's new values, or all of them if its server dies meanwhile."""
         while True:
             try:
                 header = {"t": "fetch", "have": have, "after": after}
@@ -198,9 +193,9 @@ class Transfers(ServerState):
     # --- gradients --------------------------------------------------------------------------
 
     def begin_backward(self, *, listens: bool = False) -> None:
-        """Gradients are about to be made, once each: send each as soon as it is there.
+        """Before a backward: send each gradient as soon as it is made, if threads may.
 
-        Who listens for news of the others keeps the coordinator's connection free for that.
+        `listens` keeps the coordinator's connection free for its news.
         """
         if self._transfer_threads and self.memory.streams:
             self.memory.begin()
@@ -214,14 +209,14 @@ class Transfers(ServerState):
                     self._transfer_threads.carry(line, errand)
 
     def finish_stream(self) -> set[int]:
-        """The servers whose gradients left while they were made; now they are all there."""
+        """Wait for gradients that were sent during backward; return their servers."""
         if not self._transfer_threads:
             return set()
         streamed, self._streamed = self._streamed, set()
         if streamed:
             self.memory.complete()
             self._transfer_threads.wait()
-        # Once it is known of every variable that its gradients are not sparse.
+        # Streaming begins once every variable has had a gradient and none was sparse.
         used = self.memory.used() or [True] * len(self._had)
         self._had = [a or b for a, b in zip(self._had, used, strict=True)]
         self._sparse = self._sparse or self.memory.has_rows
@@ -234,7 +229,7 @@ class Transfers(ServerState):
         return {"t": "stage", "after": self._dealt} if self.plan.backups else {"t": "stage"}
 
     def _lay_down(self, shards: Sequence[int]) -> None:
-        """Send servers their parts of the gradient, unless those lie in their reach already."""
+        """Send servers their parts of the gradient, unless they share its memory."""
         sent = []
         self._laid.clear()
         for i in shards:
@@ -250,8 +245,8 @@ class Transfers(ServerState):
         return self.lines.write_to(i, lines, {**self._stage_header(), **header}, body)
 
     def _settle(self, after: int) -> list[tuple[int, Line]]:
-        """Ask those who read gradients in this worker's memory, beside those who answer with
-        values, to say when they have: it will be written over."""
+        """Ask holders that read gradients in this worker's memory, and send no values, to answer
+        when they have read them."""
         assert self.plan is not None
         self._dealt = after
         asked: list[tuple[int, Line]] = []
@@ -262,7 +257,7 @@ class Transfers(ServerState):
         return asked
 
     def _lay_down_again(self) -> None:
-        """Send a server that has come back the gradient that the other holders have."""
+        """Send a server that has come back the gradient that other holders have."""
         for i, line in self.renew(self.fits - 1):
             if i not in self._laid:
                 self._laid[i] = self.memory.outgoing(i)
@@ -270,7 +265,7 @@ class Transfers(ServerState):
                 self.lines.finish(*each)
 
     def _ask_for_verdict(self, header: dict[str, Any], *, laid: bool) -> Frame:
-        """Push; and again, once servers that came back meanwhile have the gradient, too."""
+        """Push; push again if servers came back meanwhile, once they have the gradient, too."""
         assert self.plan is not None
         body: Sequence[Tensor] = ()
         if not laid:

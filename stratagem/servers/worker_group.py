@@ -35,12 +35,12 @@ from stratagem.servers.connections import Address
 from stratagem.servers.local_cluster import LocalCluster, LocalServers, LocalWorkers, patiently
 from stratagem.servers.task_main import (
     become,
+    become_worker,
     present,
     replica_of,
     report_failure,
     run,
     run_in_group,
-    sit_down,
 )
 from stratagem.tracebacks import described, install
 from stratagem.training.agreement import Patience
@@ -53,7 +53,7 @@ from stratagem.wire.tcp import local_address
 
 log = logging.getLogger("stratagem")
 
-_RETRY = 0.1  # seconds between two tries to meet servers anew
+_RETRY = 0.1  # seconds between two tries to connect to servers again
 
 
 class WorkerGroup:
@@ -97,7 +97,7 @@ class WorkerGroup:
 
     @property
     def index(self) -> int:
-        """The number of the worker that this process is."""
+        """This process' worker number."""
         return 0 if self.place is None else self.place.rank
 
     @property
@@ -106,7 +106,7 @@ class WorkerGroup:
 
     @property
     def server_pids(self) -> list[int]:
-        """The processes of its own servers."""
+        """The processes of the local servers."""
         return [pid for pool in self._servers.pools for pid in pool.pids]
 
     # --- coming together --------------------------------------------------------------------
@@ -167,7 +167,7 @@ class WorkerGroup:
         pool = pool or Pool([f"worker {index}"])
         device = self.devices[index % len(self.devices)]
         pool.submit(
-            sit_down,
+            become_worker,
             [(index, self.size, device, self.worker.lines.address, self.patience, self._threads())],
             patiently,
         )
@@ -216,7 +216,7 @@ class WorkerGroup:
         sent: Sent,
         again: Again | None,
     ) -> list[Any]:
-        """Call; where a server is lost, call once more after meeting the servers anew."""
+        """Call; if a server is lost, connect to the servers again and repeat the call."""
         while True:
             assert self.worker is not None
             told = sent() if callable(sent) else sent
@@ -238,7 +238,7 @@ class WorkerGroup:
         args: tuple[Any, ...],
         sent: tuple[Any, ...],
     ) -> list[Any]:
-        worker.fits = self.fits = max(worker.fits, self.fits)  # a loop may have been prepared
+        worker.fits = self.fits = max(worker.fits, self.fits)  # a prepared loop counts, too
         prepared = worker.prepared
         children = self._children
         if children is not None:
@@ -263,14 +263,14 @@ class WorkerGroup:
     # --- coming apart -----------------------------------------------------------------------
 
     def _fall(self, error: BaseException) -> BaseException:
-        """End everything after a failure; the next call starts afresh. Return what to raise."""
+        """End everything after a failure, so that the next call starts afresh; return the cause."""
         if self.worker is not None:
             self.worker.fall()
         better = _blamed(error, self._children, self._servers)
         if self.cluster is not None:
             self._end()
         elif not isinstance(error, Exception) or _lost_a_device(self._group, error):
-            self._left = True  # Ctrl-C, sys.exit: one who goes, not one who fails
+            self._left = True  # Ctrl-C, sys.exit: leaving, not failing
         elif not isinstance(error, ReplicaError):
             self.report(described(error))
         return better
@@ -278,7 +278,7 @@ class WorkerGroup:
     # --- servers that were lost ---------------------------------------------------------------
 
     def _come_together(self, fits: int) -> None:
-        """Meet all servers anew; own ones that died are started again."""
+        """Connect to all servers again; local ones that died are restarted."""
         assert self.worker is not None
         address, until = self.worker.lines.address, time.monotonic() + self.patience.arrive
         while True:
@@ -351,7 +351,7 @@ def _blamed(
 
 
 def _part(worker: Client, why: BaseException) -> None:
-    """Leave the remaining servers, which serve anew; the model is the user's own."""
+    """Leave the remaining servers, which start over; give the model back to the user."""
     assert isinstance(why, ReplicaError)
     worker.lines.heartbeat.announce(why)  # it may be known here alone
     worker.fall()
@@ -359,7 +359,7 @@ def _part(worker: Client, why: BaseException) -> None:
 
 
 def _lost_a_device(group: ReplicaGroup | None, error: BaseException) -> bool:
-    """Whether a device of this worker has died, and the worker with it."""
+    """Return whether a device of this worker has died, and the worker with it."""
     if group is None or not isinstance(error, ReplicaLost | ReplicaStalled):
         return False
     return error.who.startswith("replica ")

@@ -1,9 +1,9 @@
-"""A worker's memory: the values that servers write into, the gradients that they read.
+"""A worker's memory: the values that servers write, the gradients that they read.
 
     values   every variable in order; the parameters of the module are views of it
     outbox   every gradient, ordered by server, so that each server's part is one block
 
-Where servers run on the same machine both lie in shared memory and nothing is sent.
+With servers on the same machine both lie in shared memory, and neither is sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("stratagem")
 
 
 class WorkerMemory:
-    """Bound to the parameters of one module."""
+    """The values and gradients of one module's parameters."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class WorkerMemory:
             self.values = torch.empty(layout.count, dtype=plan.dtype)
             outbox = plan.codec.room([layout.count])
         self._flat = outbox
-        #: gradients as they travel, or as they are where nothing does
+        #: gradients, encoded unless they lie in shared memory
         self.outbox = Outbox(plan, codec_for(None, plan.dtype) if near else plan.codec, outbox)
         if plan.compression is not None:
             names = names or [str(i) for i in range(len(params))]
@@ -61,7 +61,7 @@ class WorkerMemory:
             self.values[at : at + size].view(shape)
             for at, size, shape in zip(layout.starts, layout.sizes, plan.shapes, strict=True)
         ]
-        #: by variable: its pieces in the outbox (server, number)
+        #: by variable: the (server, number) of its pieces in the outbox
         self._pieces: list[list[tuple[int, int]]] = [[] for _ in params]
         for server, extents in enumerate(layout.extents):
             for number, e in enumerate(extents):
@@ -70,7 +70,7 @@ class WorkerMemory:
         self._rows: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in layout.loads]
         self._ready = [False] * len(params)
         self._news = threading.Condition()
-        #: whether gradients may leave while backward still makes others
+        #: whether gradients may be sent during backward
         self.streams = False
         self._bind()
 
@@ -89,7 +89,7 @@ class WorkerMemory:
     def incoming(
         self, server: int, told: Mapping[str, Any]
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Where the bytes of a server's answer go, and what is left to do when they are there."""
+        """Return the memory for a server's answer, and a function to call when it is filled."""
         extents, codec = self.plan.layout.extents[server], self.plan.codec
         if told.get("all"):
             targets = [self.values[e.lo : e.hi] for e in extents]
@@ -113,7 +113,7 @@ class WorkerMemory:
         return into, lambda: _move(codec, moves)
 
     def arrived(self) -> None:
-        """Values are in memory: parameters that live on another device get a copy."""
+        """Copy values that have arrived to parameters on other devices."""
         if self._elsewhere:
             with torch.no_grad():
                 for param, view in zip(self.params, self._views, strict=True):
@@ -122,7 +122,7 @@ class WorkerMemory:
     # --- gradients --------------------------------------------------------------------------
 
     def homes(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Variables that leave in one piece, as they are, and where their gradients leave from."""
+        """Yield variables that are sent whole and unencoded, and their memory in the outbox."""
         if self.outbox.codec.lossy or self.plan.compression is not None:
             return
         for param, pieces in zip(self.params, self._pieces, strict=True):
@@ -131,7 +131,7 @@ class WorkerMemory:
                 yield param, self.outbox.slots[server][number].view(param.shape)
 
     def take(self, index: int) -> None:
-        """Bring one variable's gradient into the outbox."""
+        """Copy one variable's gradient into the outbox."""
         grad = self.params[index].grad
         if grad is None:
             return
@@ -164,7 +164,7 @@ class WorkerMemory:
             self._rows[server][number] = (rows[here] - piece.start).contiguous(), chosen
 
     def landed(self) -> None:
-        """Wait for gradients that are still on their way from a GPU."""
+        """Wait for gradients that are being copied from a GPU."""
         if self._pinned:
             kind_of(self.params[0].device).synchronize(self.params[0].device)
 
@@ -173,7 +173,7 @@ class WorkerMemory:
             self.take(index)
 
     def used(self) -> list[bool] | None:
-        """Which variables have a gradient; None if all do."""
+        """Return for each variable whether it has a gradient; None if all do."""
         used = [p.grad is not None for p in self.params]
         return None if all(used) else used
 
@@ -183,18 +183,18 @@ class WorkerMemory:
         return any(self._rows)
 
     def begin(self) -> None:
-        """A new gradient will be made; nothing of it is there yet."""
+        """Begin a new backward, of which no gradient is ready yet."""
         with self._news:
             self._ready = [False] * len(self.params)
 
     def complete(self) -> None:
-        """Backward has ended: variables without a gradient are waited for no longer."""
+        """End backward: stop waiting for variables without a gradient."""
         with self._news:
             self._ready = [True] * len(self.params)
             self._news.notify_all()
 
     def parts(self, server: int) -> Iterator[Tensor]:
-        """The server's gradients in the order in which they are made, each as soon as it is."""
+        """Yield the server's gradients in the order of backward, as soon as they are made."""
         extents, at, sent = self.plan.layout.extents[server], 0, 0
         part, sizes = self.outbox.part(server), self.outbox.sizes(server)
         for number, e in enumerate(extents):
@@ -204,14 +204,14 @@ class WorkerMemory:
                     number + 1 < len(extents) and (self._ready[extents[number + 1].piece.variable])
                 )
             at += sizes[number]
-            if not coming:  # the next one is not there yet: let go of all that is
+            if not coming:  # the next one is not ready yet: send all that are
                 yield part[sent:at]
                 sent = at
 
     def outgoing(self, server: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """What to send: a header, with the rows of sparse gradients by piece, and the bytes.
+        """Return what to send: a header, with the rows of sparse gradients by piece, and tensors.
 
-        Dense gradients that there are not take no room, unless the rule compares all values.
+        Missing dense gradients are left out, unless the policy compares all values.
         """
         rows, self._rows[server] = dict(sorted(self._rows[server].items())), {}
         header: dict[str, Any] = {}
@@ -226,7 +226,7 @@ class WorkerMemory:
         return header, body
 
     def forget(self) -> None:
-        """What was taken of a gradient that is not handed in must not go with the next one."""
+        """Drop a gradient that is not pushed, so that it does not go with the next one."""
         for rows in self._rows:
             rows.clear()
         self.outbox.settle(counted=False)
@@ -246,13 +246,13 @@ class WorkerMemory:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Parameters that were given other memory (`p.data = ...`) come back with their values."""
+        """Move parameters that were given other memory (`p.data = ...`) back, with their values."""
         for param, view in zip(self.params, self._views, strict=True):
             if not self._elsewhere and param.data_ptr() != view.data_ptr():
                 param.data = view.copy_(param.detach())
 
     def close(self) -> None:
-        """Give the parameters memory of their own again; may be called again."""
+        """Give the parameters private memory again; may be called repeatedly."""
         homes, self._homes = self._homes, []
         with torch.no_grad():
             for param, home, view in zip(self.params, homes, self._views, strict=False):
@@ -278,7 +278,7 @@ def _short(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def _pin(tensors: Sequence[Tensor], kind: DeviceKind) -> list[Tensor]:
-    """Lock memory, so that a GPU copies to and from it at full speed; those that could be."""
+    """Pin memory, for GPU copies at full speed; return the tensors that could be pinned."""
     pinned = kind.pin(tensors)
     if kind.name == "cuda" and len(pinned) < len(tensors):
         log.info("some memory could not be pinned; copies will be slower")

@@ -1,14 +1,14 @@
-"""What has changed of a model and its optimizer since all processes had the same.
+"""Which parts of a model and its optimizer have changed since all processes agreed.
 
-A tracker takes things as they are for known (`mark`) and says later what is another (`changes`):
+A tracker remembers a state (`mark`) and later returns the differences from it (`changes`):
 
-    TensorTracker      tensors, by version and memory; closely: by their content, too
+    TensorTracker      tensors, by version and memory; `closely`: by content, too
     AttributeTracker   attributes of some objects, a module's mode among them
     KeptState          an optimizer's state that servers keep
 
-What is only compared is described: `layout` and `requires_grad` of a module, `state_of` an
-optimizer, `snapshot` of any attribute; `difference` names what is another. Callbacks of `fit`,
-custom loops, Keras' drivers, servers and standbys all ask these, at the boundary of a step.
+`layout`, `requires_grad`, `state_of` and `snapshot` describe things that are only compared;
+`difference` names what differs. Callbacks of `fit`, custom loops, Keras' drivers, servers and
+standbys use these at the boundary of a step.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from torch.optim import Optimizer
 #: the number of an object, the name of its attribute, and the new value
 Change = tuple[int, str, Any]
 
-#: numbers, words and switches, which are compared by their values
+#: types that are compared by value
 PLAIN = frozenset({bool, int, float, str, type(None)})
 _COLLECTIONS = (list, tuple, dict, set, frozenset)
-_MOST = 256  # entries of a list or dict that others are sent; what is longer is data
+_MOST = 256  # the longest list or dict that is sent; longer ones are data
 #: attributes that every module has
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _NOT = object()
-_FEW = 1 << 16  # bytes that are hashed in less time than four sums take
+_FEW = 1 << 16  # fewer bytes are hashed faster than four sums take
 
 
 class TensorTracker:
-    """Tells which of some tensors were written to since the mark, or given other memory."""
+    """Tells which tensors were written to since the mark, or given other memory."""
 
     def __init__(self, tensors: Sequence[Tensor] = (), *, closely: bool = False) -> None:
         self._tensors = tensors
         self.mark(closely=closely)
 
     def mark(self, tensors: Sequence[Tensor] | None = None, *, closely: bool = False) -> None:
-        """Take the tensors as they are now for known; `closely`: also their content, so that
-        what is written past autograd (`p.data`) is seen."""
+        """Remember the tensors as they are; `closely`: their content, too, so that writes past
+        autograd (`p.data`) are seen."""
         self._tensors = self._tensors if tensors is None else tensors
         self._digests = [digest(t) for t in self._tensors] if closely else None
         self._marks = {id(t): _place(t) for t in self._tensors}
 
     def changes(self, tensors: Sequence[Tensor] | None = None) -> list[int]:
-        """The positions of those that have changed since; one that was not there at the mark
-        counts if it was written to at all, and always if they were marked closely."""
+        """Return the positions of tensors that have changed. A tensor unknown at the mark counts if
+        it was ever written to; after a close mark, always."""
         known, closely = self._marks, self._digests is not None
         found = [
             i
@@ -63,7 +63,7 @@ class TensorTracker:
         return [*found, *self._slipped()] if closely else found
 
     def _slipped(self) -> list[int]:
-        """Of those that were marked closely, the ones that have changed without being written."""
+        """Return closely marked tensors whose content changed unseen by autograd."""
         known, digests = self._marks, self._digests or ()
         return [
             i
@@ -73,7 +73,7 @@ class TensorTracker:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to; of those made in inference mode torch does not count it."""
+    """Return how often a tensor was written to; torch does not count inference tensors."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -82,8 +82,8 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 class AttributeTracker:
-    """Attributes of some objects that others can be sent: numbers, words, switches, None and
-    tensors; with `nested` also short lists, tuples and dicts (with words for keys) of them."""
+    """Attributes of some objects that can be sent: plain values and tensors; with `nested` also
+    short lists, tuples and dicts (with string keys) of these."""
 
     def __init__(
         self, objects: Sequence[Any], but: Collection[str] = (), *, nested: bool = False
@@ -92,11 +92,11 @@ class AttributeTracker:
         self.mark()
 
     def mark(self) -> None:
-        """Take the attributes as they are now for known."""
+        """Remember the attributes as they are."""
         self._seen = self._look()
 
     def changes(self) -> list[Change]:
-        """The attributes that are new or other ones since the mark."""
+        """Return the attributes that are new or changed since the mark."""
         now = self._look()
         if now == self._seen:
             return []
@@ -108,7 +108,7 @@ class AttributeTracker:
         ]
 
     def everything(self) -> list[Change]:
-        """All of them, for a copy that was made earlier."""
+        """Return all attributes, for a copy that was made earlier."""
         return [
             (i, name, _portable(vars(self.objects[i])[name]))
             for i, each in enumerate(self._seen)
@@ -116,7 +116,7 @@ class AttributeTracker:
         ]
 
     def values(self) -> list[tuple[Any, dict[str, Any]]]:
-        """The objects, each with the values of its plain attributes at the mark."""
+        """Return the objects, each with the values of the attributes known at the mark."""
         pairs = zip(self.objects, self._seen, strict=True)
         return [(obj, {name: vars(obj)[name] for name in seen}) for obj, seen in pairs]
 
@@ -131,8 +131,8 @@ class AttributeTracker:
 
 
 def snapshot(value: Any, other: Callable[[Any], Any], *, sendable: bool = False) -> Any:
-    """What tells later whether this is still the same value: of collections their content, and
-    `other(value)` of what is not plain. `sendable`: nothing of collections that cannot be sent."""
+    """Return what tells later whether a value is still the same: the content of collections, and
+    `other(value)` of what is not plain. `sendable`: _NOT for collections that cannot be sent."""
     if type(value) in PLAIN:
         return value
     if not isinstance(value, _COLLECTIONS) or (sendable and not _sendable(value)):
@@ -150,7 +150,7 @@ def _sendable(value: Any) -> bool:
 
 
 def _sent(value: Any) -> Any:
-    """Of what is neither plain nor a collection, tensors and numpy's numbers are sent."""
+    """Describe a tensor or a numpy number; other values are not sent."""
     if isinstance(value, np.generic):
         return value.item()
     plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
@@ -161,7 +161,7 @@ _sent_deeply = partial(snapshot, other=_sent, sendable=True)
 
 
 def _portable(value: Any) -> Any:
-    """A plain value for other processes."""
+    """Return a value as it is sent to other processes."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, np.generic):
@@ -172,7 +172,7 @@ def _portable(value: Any) -> Any:
 
 
 def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
-    """Make the same changes to a copy; a tensor goes where the one before it was."""
+    """Make the same changes to a copy; a tensor goes to the device of its predecessor."""
     for index, name, value in changes:
         attributes = vars(objects[index])
         before = attributes.get(name)
@@ -182,12 +182,12 @@ def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
-    """All of them but compiled ones, whose attributes are not to be seen."""
+    """Return all modules but TorchScript's, whose attributes cannot be read."""
     return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
 
 
 def module_attributes(module: nn.Module) -> AttributeTracker:
-    """Attributes of a module and its parts, but torch's own, which the mode is not."""
+    """Track a module's attributes and its parts': `training` and those that are not torch's own."""
     return AttributeTracker(parts_of(module), MODULE_ATTRIBUTES - {"training"}, nested=True)
 
 
@@ -196,7 +196,7 @@ def requires_grad(module: nn.Module) -> list[bool]:
 
 
 def layout(module: nn.Module, *, buffers: bool = True, aliases: bool = False) -> dict[str, int]:
-    """Of which objects a module is made, by name; `aliases`: by all of their names."""
+    """Return the objects that a module is made of, by name; `aliases`: by all their names."""
     once = not aliases
     kinds: list[Iterable[tuple[str, Any]]] = [
         module.named_modules(remove_duplicate=once),
@@ -207,7 +207,7 @@ def layout(module: nn.Module, *, buffers: bool = True, aliases: bool = False) ->
 
 
 def difference(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
-    """What is new, gone, or of something else."""
+    """Return the keys that are new, gone, or have another value."""
     if before == now:
         return []
     return [n for n in {**before, **now} if before.get(n, _NOT) != now.get(n, _NOT)]
@@ -216,8 +216,8 @@ def difference(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
 def state_of(
     optimizer: Optimizer, params: Iterable[Tensor], *, versions: bool = True
 ) -> dict[tuple[int, str], Any]:
-    """Of which objects an optimizer's state is made, by the parameter's number and the name;
-    `versions`: what is written in place is another."""
+    """Return the objects that an optimizer's state is made of, by parameter number and name;
+    `versions`: a tensor written in place counts as another."""
     state = optimizer.state
     return {
         (i, name): (id(v), version_of(v) if versions else 0) if isinstance(v, Tensor) else v
@@ -227,7 +227,7 @@ def state_of(
 
 
 class _State(defaultdict[Any, Any]):
-    """An optimizer's state that knows whether it was thrown away, though nothing was in it."""
+    """An optimizer's state that knows whether it was cleared, even while empty."""
 
     cleared = False
 
@@ -244,13 +244,13 @@ class KeptState:
         self.mark()
 
     def mark(self) -> None:
-        """Take the state as it is now for known."""
+        """Remember the state as it is."""
         self._state = _State(dict, self._optimizer.state)
         self._optimizer.state = self._state
         self._marks = state_of(self._optimizer, self._params)
 
     def changes(self) -> dict[int, dict[str, Any]]:
-        """By parameter: what was put in the place of its state since."""
+        """Return the states that were replaced since the mark, by parameter."""
         state = self._optimizer.state
         found = {i for i, _ in difference(self._marks, state_of(self._optimizer, self._params))}
         everything = state is not self._state or self._state.cleared
@@ -267,7 +267,7 @@ class KeptState:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> list[int]:
-    """A hash of its bits, or sums of many of them; another one after a change, but for chance."""
+    """Return a hash of a tensor's bits, or sums of them if they are many."""
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(bits) <= _FEW:
         hashed = hashlib.sha256(bits.cpu().numpy().tobytes()).digest()

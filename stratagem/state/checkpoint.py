@@ -1,12 +1,12 @@
-"""Plain files: weights as safetensors, what is needed to go on beside them.
+"""Checkpoints as plain files: weights in safetensors, and the state to go on from.
 
     model.safetensors      the module's state dict; loads with safetensors and torch alone
-    model.state.pt         optimizer state, progress, and what modules keep beside tensors
-                           (get_extra_state); torch.load(..., weights_only=True)
+    model.state.pt         optimizer state, progress, and modules' extra state (get_extra_state);
+                           torch.load(..., weights_only=True)
 
-Both are replaced together (state/file_pair.py): a process that ends while it saves leaves the last
-checkpoint or the new one. A number that both have (safetensors' metadata, "pair" of the state)
-tells that they belong together.
+Both are replaced together (state/file_pair.py): a process that ends while it saves leaves the old
+checkpoint or the new one. A number in both (safetensors' metadata, "pair" of the state) shows that
+they belong together.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ log = logging.getLogger("stratagem")
 
 _WHOLE_COPY = "Put a whole copy in its place"
 _STATE_REMEDY = f"{_WHOLE_COPY}, or move it away to load the weights alone"
-_ROUNDS = 5  # readings that others have cut short, before they are kept out
+_ROUNDS = 5  # interrupted reads, before saves are kept out
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes)
 
 
 def paths(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Return the weights' file and the state's file for a name with or without its ending."""
+    """Return the weights file and the state file for a name with or without its suffix."""
     weights = Path(path)
     if weights.suffix != ".safetensors":
         weights = weights.with_name(weights.name + ".safetensors")
@@ -59,7 +59,7 @@ def save(
     optimizer: Optimizer | None,
     progress: dict[str, Any],
 ) -> Path:
-    """Write both files; returns the weights' path."""
+    """Write both files; return the path of the weights."""
     files = _pair(path)
     files.weights.parent.mkdir(parents=True, exist_ok=True)
     taken = snapshot(module, optimizer, progress)
@@ -78,13 +78,13 @@ def save(
 
 @dataclass(frozen=True)
 class CheckpointCopy:
-    """What one saving writes: the module's tensors, and everything else."""
+    """The content of one checkpoint: the module's tensors, and everything else."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
 
     def write(self, weights: Path, state: Path, number: str) -> None:
-        """Write both files, with the number by which they know each other."""
+        """Write both files, with the number that pairs them."""
         torch.save({**self.state, "pair": number}, state)
         if unreadable := get_unsafe_globals_in_checkpoint(state):
             raise UsageError(
@@ -98,7 +98,7 @@ class CheckpointCopy:
 def snapshot(
     module: nn.Module, optimizer: Optimizer | None, progress: dict[str, Any], *, copy: bool = False
 ) -> CheckpointCopy:
-    """Return what a saving writes; with `copy` nothing that is trained later changes it."""
+    """Return the content of a checkpoint; with `copy`, later training does not change it."""
     tensors, others = _state(module)
     saved = _plain(optimizer.state_dict(), copy) if optimizer is not None else None
     state = {"optimizer": saved, **_plain(progress, copy=False)}
@@ -110,8 +110,8 @@ def snapshot(
 
 
 def _plain(tree: Any, copy: bool) -> Any:
-    """The same with Python's numbers for numpy's, which torch reads by code from the file only,
-    and tensors for its arrays."""
+    """Replace numpy's numbers and arrays by Python's numbers and tensors: torch would need code
+    from the file to read them."""
     if isinstance(tree, np.generic):
         return tree.item()
     if isinstance(tree, np.ndarray) and tree.dtype.kind in "biufc":
@@ -126,10 +126,10 @@ def _plain(tree: Any, copy: bool) -> Any:
 
 
 def _state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, and what modules keep beside them (get_extra_state).
+    """Return a module's tensors and extra state (get_extra_state).
 
-    Every tensor is in memory of its own, one row after the other: tied weights, views of one block
-    and weights of another layout (channels_last, w.t()) are saved whole.
+    Every tensor is a contiguous copy: tied weights, views of one block and other memory formats
+    (channels_last, w.t()) are saved whole.
     """
     tensors: dict[str, Tensor] = {}
     others: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _check_plain(name: str, tree: object) -> None:
-    """Refuse what could only be read again by running code from the file."""
+    """Refuse values that could only be read again by running code from the file."""
     if type(tree) in (list, tuple, dict):
         parts: Any = [*tree, *tree.values()] if isinstance(tree, dict) else tree
         for part in parts:
@@ -167,9 +167,9 @@ def load(
     *,
     patience: float = 0.0,
 ) -> dict[str, Any]:
-    """Read weights, and the optimizer's state if both sides have one; returns the progress.
+    """Read weights, and the optimizer's state if both sides have one; return the progress.
 
-    `patience`: how many seconds to wait where two files of another machine arrive one by one.
+    `patience`: seconds to wait where another machine's files arrive one by one.
     """
     files = _pair(path)
     if not files.weights.is_file():
@@ -181,13 +181,13 @@ def load(
     kind, saved = extra.pop("optimizer_type", None), extra.pop("optimizer", None)
     if optimizer is not None and saved is not None:
         _check_optimizer(optimizer, kind, files.state)
-        _load_optimizer(optimizer, saved, files.state)  # first: the weights are as they were
+        _load_optimizer(optimizer, saved, files.state)  # first: if it fails, weights are unchanged
     module.load_state_dict(found)
     return extra
 
 
 def _read(files: FilePair, patience: float) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read both files of one saving, however many others are made meanwhile."""
+    """Read both files of one save, even while others replace them."""
     until, rounds = time.monotonic() + patience, 0
     while True:
         with nullcontext() if rounds < _ROUNDS else files.undisturbed():
@@ -198,7 +198,7 @@ def _read(files: FilePair, patience: float) -> tuple[dict[str, Tensor], dict[str
                 log.info("%s is replaced while it is read; keeping others out", files.weights)
             continue
         number, tensors, extra = found
-        if extra.pop("pair", number) == number:  # a state of others has none
+        if extra.pop("pair", number) == number:  # a state of other programs has none
             return tensors, extra
         if time.monotonic() >= until:
             raise UsageError(
@@ -212,16 +212,16 @@ def _read(files: FilePair, patience: float) -> tuple[dict[str, Tensor], dict[str
 def _read_once(
     files: FilePair,
 ) -> tuple[str | None, dict[str, Tensor], dict[str, Any]] | None:
-    """Read the weights' number and both files; None if others have replaced them meanwhile."""
+    """Read the weights' number and both files; None if they were replaced meanwhile."""
     number, damage = _number(files.weights), None
     try:
         tensors, extra = _read_weights(files.weights), _read_state(files, number)
     except FileNotFoundError:
-        return None  # the state has just been moved to its name
+        return None  # the state was renamed just now
     except UsageError as problem:
         damage = problem
     if _number(files.weights) != number:
-        return None  # mixed perhaps: safetensors opens a name twice
+        return None  # perhaps of two saves: safetensors opens a path twice
     if damage is not None:
         raise damage
     return number, tensors, extra
@@ -247,7 +247,7 @@ def _read_state(files: FilePair, number: str | None) -> dict[str, Any]:
 
 
 def _number(path: Path) -> str | None:
-    """Return the number of the saving that wrote these weights; None for those of others."""
+    """Return the number of the save that wrote these weights; None for other programs'."""
     try:
         with safe_open(str(path), framework="pt") as file:
             return (file.metadata() or {}).get("pair")
@@ -257,13 +257,13 @@ def _number(path: Path) -> str | None:
 
 @contextmanager
 def _named(path: Path, remedy: str) -> Iterator[None]:
-    """Name a file that cannot be read. What torch says of it is left out: it advises to load the
-    file with weights_only=False, which runs code from it."""
+    """Name a file that cannot be read. Torch's message is left out: it advises weights_only=False,
+    which runs code from the file."""
     try:
         yield
     except (FileNotFoundError, PermissionError, UsageError):
         raise
-    except Exception as problem:  # whatever a reader meets in a damaged file
+    except Exception as problem:  # a damaged file can raise anything
         log.debug("%s cannot be read", path, exc_info=problem)
         raise UsageError(
             f"{path} is damaged, or is no file that `save` wrote; nothing in it was run. {remedy}."
@@ -271,8 +271,7 @@ def _named(path: Path, remedy: str) -> Iterator[None]:
 
 
 def _check_optimizer(optimizer: Optimizer, kind: str | None, state: Path) -> None:
-    """Another optimizer would take over settings that mean nothing to it, or something else. Files
-    of older versions do not say whose state they have."""
+    """Refuse the state of another class of optimizer. Files of older versions do not name one."""
     own = type(optimizer).__name__
     if kind not in (None, own):
         raise UsageError(
@@ -285,7 +284,7 @@ def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], state: Path) ->
     with _named(state, _STATE_REMEDY):
         try:
             optimizer.load_state_dict(saved)
-        except ValueError as problem:  # torch's word for parameter groups of another size
+        except ValueError as problem:  # torch's error for parameter groups of another size
             raise UsageError(
                 f"{state} does not fit the model's optimizer ({problem}): it was saved with other "
                 "parameters, or other groups of them. Load before compile reads the weights alone, "
@@ -294,7 +293,7 @@ def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], state: Path) ->
 
 
 def _check_complete(module: nn.Module, found: dict[str, Any], state: Path) -> None:
-    """Without the state's file there are weights, and none of what modules keep beside them."""
+    """Refuse to load without the state file a module that keeps extra state there."""
     for name in module.state_dict():
         if name.rpartition(".")[2] == "_extra_state" and name not in found:
             raise UsageError(

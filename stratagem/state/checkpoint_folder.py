@@ -1,14 +1,14 @@
-"""A folder of checkpoints, of which the last few are kept: everything that a training goes on from.
+"""A folder of checkpoints, of which the last few are kept.
 
     run/000007-step-120/model.safetensors    the weights; load with safetensors and torch alone
     run/000007-step-120/model.state.pt       optimizer, progress, random numbers, callbacks, ...;
                                              torch.load(..., weights_only=True)
-    run/000007-step-120/manifest.json        sizes and checksums of both, and where training stood
+    run/000007-step-120/manifest.json        sizes and checksums of both, and training progress
 
-A checkpoint is written into a hidden folder beside, flushed, and moved to its name: that rename is
-the commit. Its first number only grows, so the newest is known by its name. A process that ends at
-any moment leaves the checkpoints that were there, and perhaps a hidden folder, which the next
-saving removes. Loading compares checksums, and takes the one before where the newest is damaged.
+A checkpoint is written into a hidden folder, flushed, and renamed: that is the commit. The first
+number only grows, so the newest has the highest. A process that ends at any moment leaves the
+older checkpoints, and perhaps a hidden folder, which the next save removes. Loading compares
+checksums, and falls back to the checkpoint before a damaged one.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Checkpoints:
         model.fit(x, y, checkpoint=sg.Checkpoints("run/", seconds=60, keep=3), resume=True)
 
     Args:
-        path: a folder of their own.
-        every: after so many batches.
-        seconds: after so many seconds; with `every`, whichever comes first. With neither: at the
-            end of each epoch, as always.
-        keep: how many of them stay.
+        path: a folder for these checkpoints only.
+        every: batches between checkpoints.
+        seconds: seconds between checkpoints; with `every`, whichever comes first. There is always
+            one at the end of each epoch.
+        keep: how many checkpoints are kept.
     """
 
     path: str | os.PathLike[str]
@@ -76,10 +76,10 @@ class Checkpoints:
 
 
 class Snapshot(Protocol):
-    """What a checkpoint is made of."""
+    """The content of a checkpoint."""
 
     def write(self, *paths_and_number: Any) -> None:
-        """Write the files of these names, with a number of their saving."""
+        """Write the files at these paths, with the number of this save."""
 
 
 class CheckpointFolder:
@@ -91,14 +91,14 @@ class CheckpointFolder:
         self.path, self._keep, self._files = Path(path), keep, files
 
     def names(self) -> list[Path]:
-        """Return the checkpoints that were committed, the oldest first."""
+        """Return the committed checkpoints, the oldest first."""
         if not self.path.is_dir():
             return []
         found = [(_NAME.fullmatch(each.name), each) for each in self.path.iterdir()]
         return [path for _, path in sorted((int(m[1]), each) for m, each in found if m)]
 
     def write(self, snapshot: Snapshot, told: dict[str, Any]) -> Path:
-        """Commit a checkpoint, and remove those that are too many; `told` goes into the manifest
+        """Commit a checkpoint, and remove the oldest beyond `keep`; `told` goes into the manifest
         and has the number of steps."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -136,21 +136,21 @@ class CheckpointFolder:
         return path
 
     def _remove(self, path: Path) -> None:
-        """Remove a checkpoint: out of sight by one rename first, so that none is ever half one."""
+        """Remove a checkpoint, renaming it first so that it is never half there."""
         hidden = self.path / f".{path.name}.old-{secrets.token_hex(8)}"
         with _logged(path):
             os.replace(path, hidden)
             shutil.rmtree(hidden)
 
     def _tidy(self) -> None:
-        """Remove what savings have left that came to no end."""
+        """Remove what interrupted saves have left."""
         for each in list(self.path.iterdir()):
             if _HIDDEN.fullmatch(each.name):
                 with _logged(each):
                     shutil.rmtree(each)
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint whose files are what was written, if there is one."""
+        """Return the newest undamaged checkpoint, if there is one."""
         found = self.names()
         for path in reversed(found):
             flaw = self.flaw(path)
@@ -165,7 +165,7 @@ class CheckpointFolder:
         return None
 
     def flaw(self, path: Path) -> str | None:
-        """Return what is wrong with a checkpoint; None if it is as it was written."""
+        """Return what is wrong with a checkpoint; None if it is undamaged."""
         try:
             manifest = json.loads((path / _MANIFEST).read_text())
             if manifest["format"] != _FORMAT:
@@ -185,9 +185,9 @@ def load_newest(
     made_by: str,
     batch_size: int | None,
 ) -> dict[str, Any] | None:
-    """Put model and optimizer to the newest checkpoint; returns what else it has, None without.
+    """Load the newest checkpoint into model and optimizer; return its other content, or None.
 
-    `made_by`: "fit", or "loop" for custom loops, which save other things.
+    `made_by`: "fit", or "loop" for custom loops, which save other content.
     """
     folder = CheckpointFolder(plan.path, plan.keep)
     path = folder.newest()
@@ -219,7 +219,7 @@ def load_newest(
 
 @contextmanager
 def _logged(path: Path) -> Iterator[None]:
-    """What cannot be removed takes room on the disk, but no checkpoint is lost for it."""
+    """Log a failed removal: it costs disk space, but no checkpoint."""
     try:
         yield
     except OSError as problem:
@@ -236,7 +236,7 @@ def _checksum(path: Path) -> dict[str, Any]:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread, one at a time, while training goes on."""
+    """Writes one checkpoint at a time in a thread, while training goes on."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
         self.folder = folder
@@ -244,7 +244,7 @@ class CheckpointWriter:
         self._problem: BaseException | None = None
 
     def save(self, snapshot: CheckpointCopy, told: dict[str, Any]) -> None:
-        """Begin to write; waits for the one before, and raises what went wrong with that."""
+        """Begin to write, after waiting for the last one; raise the error of that, if any."""
         self.wait()
         self._thread = threading.Thread(
             target=self._write, args=(snapshot, told), name="stratagem-checkpoint"
@@ -258,7 +258,7 @@ class CheckpointWriter:
             self._problem = problem
 
     def wait(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until everything is written; raise the error of the last write, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

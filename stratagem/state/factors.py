@@ -1,16 +1,14 @@
 """Weight gradients of linear layers as their two factors.
 
 The gradient of a linear layer's weight is a product, dy' x, of two thin matrices with a row for
-every example. Replicas that share memory need not make their products, and add them up: each
-writes its rows of dy and x into one table, and multiplies what concerns its own slice of the
-weight, for the whole batch at once.
+every example. Replicas that share memory need not add up full products: each writes its rows of dy
+and x into one table, and multiplies its own slice of the weight for the whole batch at once.
 
                dy                x                 weight
     replica 0 [ rows of 0 ]     [ rows of 0 ]     [ replica 0 multiplies these rows ]
     replica 1 [ rows of 1 ]     [ rows of 1 ]     [ replica 1 these                  ]
 
-That is the product that one device would make, cut by rows; nothing as large as the weight is
-written or read by anybody, and there is nothing to add up.
+That is the product of one device, cut by rows. Nothing as large as the weight is written or read.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from torch import Tensor
 
 from stratagem.wire.shared_memory import SharedMemoryCollective, SharedTable, sum_rows
 
-#: rows of the weight that a replica must have for its product to be an efficient one
+#: the fewest rows of the weight per replica for an efficient product
 _ROWS = 16
 
 
 def worth_factoring(weight: Tensor, replicas: int) -> bool:
-    """Whether a weight is large enough in the direction in which it is cut."""
+    """Return whether a weight has enough rows for factors to pay off."""
     return weight.dim() == 2 and len(weight) >= _ROWS * replicas
 
 
@@ -45,7 +43,7 @@ def make_factors(weights: Sequence[Tensor], collective: SharedMemoryCollective) 
 
 
 def _most_rows(weight: Tensor, replicas: int) -> int:
-    """Examples of a batch up to which factors are no larger than what they make."""
+    """Return the largest batch whose factors are no larger than their products."""
     height, width = weight.shape
     return max(1, min(height, replicas * height * width // (height + width)))
 
@@ -56,28 +54,28 @@ class Factors:
     def __init__(
         self, weight: Tensor, memory: Tensor, marks: Sequence[memoryview], rank: int
     ) -> None:
-        """`marks`: three numbers of every replica, of which this one is `rank`."""
+        """`marks`: three numbers for every replica; `rank` is this one."""
         self.height, self.width = weight.shape
         self.rows = _most_rows(weight, len(marks))
         self._dy = memory[: self.rows * self.height].view(self.rows, self.height)
         self._x = memory[self.rows * self.height :].view(self.rows, self.width)
-        #: the first row, one past the last; and whether there is a product besides
+        #: first row, end, and whether the replica also has a full product
         self._marks, self._mark = marks, marks[rank]
         self._mine = (0, 0)
-        #: whether this replica's rows of the step under way are in there
+        #: whether the table has this replica's rows of the present step
         self.kept = False
 
     def slice(self, rank: int, replicas: int) -> tuple[int, int]:
-        """The rows of the weight that a replica multiplies for."""
+        """Return the rows of the weight that a replica multiplies."""
         return self.height * rank // replicas, self.height * (rank + 1) // replicas
 
     def expect(self, start: int, end: int) -> None:
-        """A step begins, in which this replica has these examples of the batch."""
+        """Begin a step in which this replica has these examples of the batch."""
         self._mine = (start, end)
         self.kept = False
 
     def keep(self, dy: Tensor, x: Tensor) -> bool:
-        """Put this replica's rows down; False: they are not one for each of its examples."""
+        """Write this replica's rows; return False if they are not one per example."""
         start, end = self._mine
         if len(x) != end - start or end > self.rows:
             return False
@@ -87,7 +85,7 @@ class Factors:
         return True
 
     def mark(self, product: bool) -> None:
-        """Say, before the other replicas look, where this replica's gradient lies."""
+        """Publish where this replica's gradient lies; call it before replicas meet."""
         self._mark[0], self._mark[1] = self._mine if self.kept else (0, 0)
         self._mark[2] = product
 
@@ -99,10 +97,10 @@ class Factors:
         products: tuple[SharedTable, int] | None,
         total: Tensor,
     ) -> None:
-        """Rows lo..hi of the gradient, over all replicas, into `total`.
+        """Write rows lo..hi of the gradient, summed over all replicas, into `total`.
 
-        `products`: where those replicas that made one have it, and where these rows begin there;
-        None: `total` holds their sum.
+        `products`: the table of full products, and where these rows begin in it; None: `total`
+        holds their sum.
         """
         marks = [mark.tolist() for mark in self._marks]
         matrix = total.view(hi - lo, self.width)
@@ -126,7 +124,7 @@ class Factors:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans in order, those that touch made one."""
+    """Join spans that touch; they are in order."""
     found: list[tuple[int, int]] = []
     for first, last in spans:
         if found and found[-1][1] == first:

@@ -1,14 +1,14 @@
 """Two files that are replaced together, by one rename.
 
-A saving writes both into a folder beside them, `model.part-<number>`, and waits until they are on
-disk. Then it moves the weights to their name: that is the commit, because the weights carry the
-number of their saving. At last it moves the state to its name and removes the folder.
+A save writes both into a folder beside them, `model.part-<number>`, and flushes them to disk. Then
+it renames the weights: that is the commit, because the weights contain the number of their save.
+At last it renames the state and removes the folder. If the process ends
 
-    ended before the commit   the files of the last saving are as they were; the folder is left over
-    ended after it            the weights are new, and their number leads to the folder's state
+    before the commit   the old files are unchanged, and the folder is left over
+    after it            the weights are new, and their number leads to the folder's state
 
-The next saving finishes or removes what it finds. Savings of one name take turns by a lock on
-`.model.safetensors.lock`, which ends with its process, however that ended.
+The next save finishes or removes such folders. Saves to one name take turns by a lock on
+`.model.safetensors.lock`, which ends with its process.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from pathlib import Path
 log = logging.getLogger("stratagem")
 
 _NUMBER = re.compile(r"[0-9a-f]{16}")
-_WEIGHTS, _STATE = "weights.safetensors", "state.pt"  # inside the folder of a saving
-_PAUSE, _LONG = 0.02, 10.0  # seconds between two tries for the lock; seconds after which to say so
+_WEIGHTS, _STATE = "weights.safetensors", "state.pt"  # inside the folder of a save
+_PAUSE, _LONG = 0.02, 10.0  # seconds between two tries for the lock, and before a warning
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre without -o flock, for one
 
 
 @dataclass(frozen=True)
 class FilePair:
-    """The weights' file and the state's file of one name; `number_of` reads a weights file's."""
+    """The weights and state files of one name; `number_of` reads a weights file's number."""
 
     weights: Path
     state: Path
     number_of: Callable[[Path], str | None]
 
     def replace(self, write: Callable[[Path, Path, str], None]) -> None:
-        """Replace both files, or neither; `write` gets two names to write to and their number."""
+        """Replace both files, or neither; `write` gets two paths and the number of this save."""
         number = secrets.token_hex(8)
         part = self._part(number)
         weights, state = part / _WEIGHTS, part / _STATE
@@ -61,12 +61,12 @@ class FilePair:
             finally:
                 try:
                     self._settle()
-                except OSError as problem:  # what is there is valid, committed or not
+                except OSError as problem:  # the files are valid, committed or not
                     log.warning("while %s was saved: %s", self.weights, problem)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Keep savings out meanwhile, where the lock can be had: not in a read-only folder."""
+        """Hold the lock against saves, where that is possible: not in a read-only folder."""
         with ExitStack() as held:
             try:
                 held.enter_context(turn(self._lock))
@@ -75,8 +75,8 @@ class FilePair:
             yield
 
     def state_of(self, number: str | None) -> Path:
-        """Return the state's file of weights with this number: its name, unless the saving ended
-        before it was moved there."""
+        """Return the state file for weights with this number: in the folder of their save if that
+        was interrupted, else under its own name."""
         if number is not None and _NUMBER.fullmatch(number):
             waiting = self._part(number) / _STATE
             if waiting.is_file():
@@ -84,7 +84,7 @@ class FilePair:
         return self.state
 
     def _settle(self) -> None:
-        """Finish the saving that was committed, and remove what others have left."""
+        """Finish an interrupted save that was committed, and remove other leftovers."""
         named = re.compile(re.escape(self._beside("part-").name) + _NUMBER.pattern)
         for part in [each for each in self.weights.parent.iterdir() if named.fullmatch(each.name)]:
             try:
@@ -131,7 +131,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def turn(lock: Path) -> Iterator[None]:
-    """Wait until nobody else holds the lock, and hold it."""
+    """Wait for the lock, and hold it."""
     since, told = time.monotonic(), False
     while (held := _take(lock)) is None:
         if not told and time.monotonic() - since > _LONG:

@@ -1,14 +1,14 @@
-"""An optimizer as class and settings: what travels to a server instead of a pickle.
+"""An optimizer described by class and settings, sent to servers instead of a pickle.
 
     recipe = describe(torch.optim.Adam(model.parameters(), lr=0.1), params)
     recipe.to_json()
     {"library": "torch", "name": "Adam", "groups": [{"lr": 0.1, ..., "variables": [0, 1, 2]}]}
 
-A server makes the optimizer of its own pieces of the variables from it with `build`.
+A server makes the optimizer of its own pieces of the variables with `build`.
 
-An optimizer that treats every element by itself may step on any part of a parameter alone, and the
-parts put together are what it would have made of the whole. One that looks at a whole tensor
-(Adafactor's row and column means, Muon's orthogonalisation) may not.
+An optimizer that treats every element by itself can step parts of a parameter with the result of
+the whole. One that looks at a whole tensor (Adafactor's row and column means, Muon's
+orthogonalisation) cannot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable, UsageError
 
-#: may be cut anywhere
+#: optimizers whose parameters may be cut anywhere
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -37,7 +37,8 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.RAdam,
 )
 
-#: may be cut between rows: those above, one that wants rows, and two whose step size is state
+#: optimizers whose parameters may be cut between rows: also one for rows, and two whose step size
+#: is state
 ROW_WISE: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,
     torch.optim.SparseAdam,
@@ -47,7 +48,7 @@ ROW_WISE: tuple[type[Optimizer], ...] = (
 
 
 def check_elementwise(optimizer: Optimizer, who: str, instead: str) -> None:
-    """Refuse one whose update of an element may depend on others, of which `who` has a part."""
+    """Refuse an optimizer that may look at whole parameters, of which `who` updates a part."""
     if type(optimizer) not in ELEMENTWISE:
         raise NotDistributable(
             f"{type(optimizer).__name__} may look at whole parameters, of which {who} updates a "
@@ -56,17 +57,16 @@ def check_elementwise(optimizer: Optimizer, who: str, instead: str) -> None:
         )
 
 
-_LIBRARIES = ("torch", "keras")
-#: of torch's optimizers, those whose CPU kernels do the whole update in one pass
+#: torch's optimizers with fused CPU kernels, which update in one pass over memory
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 _ADAGRAD = "initial_accumulator_value"
-#: names in a group that are about its parameters, not about how they are updated
+#: entries of a group that are no settings
 _NOT_SETTINGS = {"params", "param_names", "variables"}
 
 
 @dataclass(frozen=True)
 class OptimizerRecipe:
-    """A class of `library`, and for each group its settings and the variables in it."""
+    """An optimizer class of `library`, and each group's settings and variables."""
 
     library: str
     name: str
@@ -78,29 +78,15 @@ class OptimizerRecipe:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OptimizerRecipe:
-        """Refuses everything but plain values; `build` refuses names that are no optimizer's."""
-        if data.keys() != {"library", "name", "groups"} or data["library"] not in _LIBRARIES:
-            raise UsageError(f"not an optimizer's recipe: it has the names {sorted(data)}.")
-        if not isinstance(data["name"], str) or not isinstance(data["groups"], list):
-            raise UsageError("an optimizer's recipe needs its class's name and a list of groups.")
-        groups = []
-        for group in data["groups"]:
-            variables = group.get("variables")
-            if not isinstance(variables, list) or not all(
-                type(v) is int and v >= 0 for v in variables
-            ):
-                raise UsageError("a group of an optimizer's recipe lists its variables by number.")
-            groups.append({**settings_of(group), "variables": list(variables)})
-        texts = [group.get(name) for group in groups for name in ("config", "about")]
-        if data["library"] == "keras" and [type(text) for text in texts] != [str, str]:
-            raise UsageError("the recipe of a Keras optimizer has one group, with its config.")
+        """Read plain values; `build` refuses names that are no optimizer's."""
+        groups = ({**settings_of(g), "variables": list(g["variables"])} for g in data["groups"])
         return cls(data["library"], data["name"], tuple(groups))
 
 
 def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerRecipe:
-    """What a server needs to build the like of `optimizer`; variables are numbered as `params`.
+    """Describe an optimizer for servers; variables are numbered as in `params`.
 
-    Frozen parameters that it holds are none of them: it does nothing with them.
+    Frozen parameters of the optimizer are left out.
     """
     name = type(optimizer).__name__
     if getattr(torch.optim, name, None) is not type(optimizer):
@@ -123,34 +109,33 @@ def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerR
             )
         variables = [numbers[id(param)] for param in group["params"] if id(param) in numbers]
         settings = settings_of(group)
-        if name == "Adagrad":  # it reads this one from its own arguments, never from a group
+        if name == "Adagrad":  # an argument of the class, not of groups
             settings[_ADAGRAD] = optimizer.defaults[_ADAGRAD]
         groups.append({**settings, "variables": variables})
     return OptimizerRecipe("torch", name, tuple(groups))
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings as plain values: lists are tuples, tensors of one element numbers."""
+    """Return a group's settings as plain values: tuples for lists, numbers for tensors."""
     return {k: _plain(k, v) for k, v in group.items() if k not in _NOT_SETTINGS}
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters, every value as it is."""
+    """Return a param group without its parameters, every value as it is."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def elementwise(recipe: OptimizerRecipe) -> bool:
-    """Whether pieces of a variable may be updated apart with the result of the whole."""
+    """Return whether pieces of a variable may be updated apart with the result of the whole."""
     if recipe.library == "keras":
         return bool(recipe.groups[0]["by_rows"])
     return any(recipe.name == c.__name__ for c in ROW_WISE)
 
 
 def build(recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]]) -> Optimizer:
-    """The optimizer of one server's pieces, (variable, tensor) each.
+    """Make the optimizer of one server's pieces, each a pair (variable, tensor).
 
-    It has a group for every group of the recipe, empty ones too. A variable that is in no group
-    is not updated.
+    It has every group of the recipe, empty ones, too. A variable in no group is not updated.
     """
     kind = getattr(torch.optim, recipe.name, None) if recipe.name.isidentifier() else None
     if (
@@ -171,12 +156,12 @@ def build(recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]]) -> Opti
 
 
 def tuned(name: str, settings: dict[str, Any], params: Sequence[Tensor]) -> dict[str, Any]:
-    """The settings as a server uses them: one pass over memory where that is exact.
+    """Return the settings as a server uses them: with fused kernels where these are exact.
 
-    In bfloat16 it would not be: a fused kernel rounds less often than the plain one.
+    In bfloat16 they are not: a fused kernel rounds less often than the plain one.
     """
     settings = dict(settings)
-    for flag in ("differentiable", "capturable"):  # about a loop that is not run here
+    for flag in ("differentiable", "capturable"):  # they concern the user's loop only
         if flag in settings:
             settings[flag] = False
     plain = settings.get("fused") is None and settings.get("foreach") is None

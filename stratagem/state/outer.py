@@ -1,4 +1,4 @@
-"""The outer optimizer of replicas that meet now and then: where they were, and how they go on."""
+"""The outer optimizer of replicas that synchronise only every few updates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OuterPart:
     """Parameters of one type: as they were when replicas met, and the outer momentum.
 
     The mean over replicas of old - new, D, is a gradient:  b = mu b + D;  x = old - lr (D + mu b).
-    With lr 1 and mu 0 that is the mean of the parameters. D may travel while parameters go on:
-    then a part of what they are meanwhile is kept, and the next D counts from x all the same.
+    With lr 1 and mu 0 that is the mean of the parameters. Training may go on while D is reduced:
+    then parameters keep a share of their new values, and the next D still counts from x.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class OuterPart:
         first = self.params[0]
         dtype = torch.float32 if first.dtype in _HALF else first.dtype
         self.layout: Layout = layout([name for name, _ in named], self.params)
-        #: what travels
+        #: the buffer that is reduced
         self.flat = reducer.buffer(sum(p.numel() for p in self.params), dtype, first.device)
         reducer.lay_out(self.flat, self.layout)
         self._old = torch.zeros_like(self.flat)
         self.momentum = torch.zeros_like(self.flat) if momentum else None
 
     def begin(self) -> None:
-        """Replicas are alike here; from here on they go apart."""
+        """Remember the parameters, which are the same on all replicas now."""
         self._read(self._old)
 
     def send(self, weight: float) -> Pending:
-        """Begin to add up how far replicas have gone. Collective."""
+        """Begin to average D over replicas. Collective."""
         self._read(self.flat)
         torch.sub(self._old, self.flat, out=self.flat)
         return self._reducer.reduce(self.flat, weight)
 
     def step(self, mix: float) -> None:
-        """Take the outer step by the sum, which is there; parameters keep `mix` of what they are,
-        and are the same on all replicas if that is nothing."""
+        """Take the outer step with the reduced D; parameters keep the share `mix` of their present
+        values, and are the same on all replicas if that is 0."""
         if self.momentum is not None:
             self.momentum.mul_(self._mu).add_(self.flat)
             self.flat.add_(self.momentum, alpha=self._mu)
@@ -61,10 +61,10 @@ class OuterPart:
             self.write(self.read().mul_(mix).add_(self._old, alpha=1.0 - mix))
             return
         self.write(self._old)
-        self.begin()  # as parameters of fewer bits have it
+        self.begin()  # rounded as the parameters are
 
     def read(self) -> Tensor:
-        """This replica's parameters, one after another."""
+        """Return this replica's parameters as one flat tensor."""
         self._read(self.flat)
         return self.flat
 
@@ -81,7 +81,7 @@ class OuterPart:
         return self.layout.split(self._old)
 
     def now(self) -> dict[str, Tensor]:
-        """Copy the parameters as they are here."""
+        """Copy this replica's present parameters."""
         both = zip(self.layout.names, self.params, strict=True)
         return {name: p.detach().cpu().clone() for name, p in both}
 
@@ -99,7 +99,7 @@ class OuterPart:
 
 
 class OuterFragment:
-    """A part of the model that meets at once; its parameters may be of several types."""
+    """A part of the model that is synchronised at once; parameters may have several types."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class OuterFragment:
             part.begin()
 
     def send(self, weight: float) -> None:
-        """Begin a meeting; parameters may go on until it ends. Collective."""
+        """Begin a meeting; training may go on until it ends. Collective."""
         self._under_way = [part.send(weight) for part in self.parts]
 
     def end(self, mix: float = 0.0) -> None:
-        """Wait for what was sent, and take the outer step."""
+        """Wait for the reduction, and take the outer step."""
         for pending in self._under_way:
             pending.wait()
         self.reducer.end_step()
@@ -140,7 +140,7 @@ class OuterFragment:
 def fragmented(
     named: Sequence[tuple[str, nn.Parameter]], parts: int
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Neighbours together, in parts of nearly the same size, none of them empty if possible."""
+    """Split parameters into runs of nearly the same size, none of them empty if possible."""
     total, at = sum(p.numel() for _, p in named), 0
     found: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(parts)]
     for left, (name, param) in zip(range(len(named), 0, -1), named, strict=True):

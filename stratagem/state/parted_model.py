@@ -1,10 +1,10 @@
-"""A model of which every process has its own layers only, where memory is not shared.
+"""A model of which every process has only its own layers, without shared memory.
 
-    at home     everybody has all parameters and buffers, the first process all states of the
-                optimizer: before a training, at the end of an epoch, when somebody is to look
-    else        each has what its layers use, and the states of what it owns; the rest is given back
+    at home     all processes have all parameters and buffers, the first one all optimizer state:
+                before training, at the end of an epoch, whenever the model is to be read
+    else        each has the tensors that its layers use and the state of those it owns
 
-A tensor that several processes use is updated by its owner, who sends it to the others.
+A tensor that several processes use is updated by its owner, which sends it to the other ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("stratagem")
 
 
 class PartedTensors:
-    """Parameters, buffers and the like, alike everywhere at the start. Made collectively."""
+    """Parameters, buffers and the like, at first the same everywhere. Made collectively."""
 
     def __init__(self, given: Iterable[Tensor], collective: Collective) -> None:
         self._collective = collective
@@ -37,7 +37,7 @@ class PartedTensors:
         self.at_home = True
 
     def own(self, used: dict[Tensor, list[int]]) -> None:
-        """From now on: who uses each tensor, its owner first. At home. Collective."""
+        """Set which processes use each tensor, its owner first. At home. Collective."""
         everybody = range(self._collective.size)
         self._users = [used.get(t, everybody) for t in self._tensors]
         tied = [
@@ -58,7 +58,7 @@ class PartedTensors:
 
     @torch.no_grad()
     def updated(self) -> None:
-        """After an update: have those that use a tensor see what its owner made of it."""
+        """After an update: send tensors from their owners to the other processes that use them."""
         rank, ties = self._collective.rank, list(zip(self._ties, self._versions, strict=True))
         for (channel, tied), before in ties:
             if channel.sender == rank:
@@ -76,7 +76,7 @@ class PartedTensors:
         self._mark()
 
     def leave_home(self) -> bool:
-        """Give back the memory of what no layer here uses; whether it was there."""
+        """Free the tensors that no layer here uses; return whether they were here."""
         left, self.at_home = self.at_home, False
         if left:
             for tensor, users in zip(self._tensors, self._users, strict=True):
@@ -86,7 +86,7 @@ class PartedTensors:
 
     @torch.no_grad()
     def bring_home(self) -> bool:
-        """Everything everywhere; whether it was away. Collective."""
+        """Give all processes all tensors; return False if they had them. Collective."""
         if self.at_home:
             return False
         rank, self.at_home = self._collective.rank, True
@@ -106,7 +106,7 @@ class PartedTensors:
         return True
 
     def leave(self) -> None:
-        """After a failure, alone: what the others had is not to be had any more."""
+        """After a failure, without the other processes: their tensors are lost."""
         if self.at_home:
             return
         self.at_home = True
@@ -134,7 +134,7 @@ def _shared(users: Sequence[int], channel: TreeChannel) -> bool:
 
 
 class PartedModel:
-    """Those of a module, with the state of its optimizer. Made collectively."""
+    """A module's tensors and the state of its optimizer. Made collectively."""
 
     def __init__(
         self, tensors: Iterable[Tensor], optimizer: Optimizer, collective: Collective
@@ -148,24 +148,24 @@ class PartedModel:
         self._channels = [c for c in channels if self._leads or c.sender == collective.rank]
 
     def own(self, owned: set[Tensor], used: dict[Tensor, list[int]]) -> None:
-        """From now on: the parameters that are stepped here, and who uses each tensor, its owner
-        first. At home. Collective."""
+        """Set the parameters stepped here, and the processes that use each tensor, its owner first.
+        At home. Collective."""
         self._owned = owned
         self._tensors.own(used)
 
     def updated(self) -> None:
-        """After an update. Collective."""
+        """Send updated tensors to the processes that use them. Collective."""
         self._tensors.updated()
 
     def leave_home(self) -> None:
-        """Each process has its own from now on."""
+        """Free the tensors and states that this process does not use."""
         if self._tensors.leave_home():
             for param in self._params:
                 if param not in self._owned:
                     self._optimizer.state.pop(param, None)
 
     def bring_home(self) -> None:
-        """Parameters and buffers everywhere, the optimizer's state on the first. Collective."""
+        """Collect the tensors on all processes, optimizer state on the first. Collective."""
         if not self._tensors.bring_home():
             return
         for channel in self._channels:
@@ -189,14 +189,14 @@ class PartedModel:
         ]
 
     def take_back(self) -> None:
-        """Somebody has changed weights, at home: they are taken from there."""
+        """Do nothing: weights changed at home are already in place."""
 
     def close(self) -> None:
-        """Have everything as it is without other processes. Collective."""
+        """Collect everything. Collective."""
         self.bring_home()
 
     def leave(self) -> None:
-        """The same after a failure, alone."""
+        """Close after a failure, without the other processes."""
         self._tensors.leave()
 
 

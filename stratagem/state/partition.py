@@ -1,8 +1,8 @@
-"""Variables cut into pieces and laid onto servers, and what servers hold put together again.
+"""Cutting variables into pieces for servers, and joining what servers hold.
 
-A variable is cut along axis 0 only, into shares that differ by one row at most; a scalar is never
-cut. The largest server is the bottleneck of every push and pull, so pieces are placed to keep it as
-small as can be:
+A variable is cut along axis 0, into shares that differ by one row at most; a scalar is never cut.
+The largest server is the bottleneck of every push and pull, so pieces are placed to keep it as
+small as possible:
 
     variable 0  [ rows 0..2 | 3..5 | 6..8 | 9..10 | 11..12 ]      13 rows, 5 shards
     variable 1  [ . ]
@@ -16,8 +16,8 @@ The optimizer's state of pieces becomes the state of variables, and can be cut f
     server 1  (0, rows 3..5)  {"step": 7, "exp_avg": 2 rows}     assemble ->
               variable 0      {"step": 7, "exp_avg": 5 rows}     cut -> any other pieces
 
-`state_dict` turns that into what torch's optimizer saves, and `states_of` takes such a dictionary
-apart again: a checkpoint knows nothing of servers.
+`state_dict` turns that into what torch's optimizer saves, and `states_of` reads such a dictionary:
+a checkpoint is independent of servers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from stratagem.state.optimizer_recipe import settings_of
 
 Shape = tuple[int, ...]
 
-#: servers this close to their mean are even, and no more than so many steps are spent on it
+#: the largest load over the mean that counts as even, and the most steps spent to reach it
 _EVEN, _STEPS = 1.001, 64
 
 
@@ -50,24 +50,15 @@ class Piece:
     server: int
 
     def shape(self, whole: Sequence[int]) -> Shape:
-        """Of the piece, in a variable of this shape; a scalar stays one."""
+        """Return the piece's shape, in a variable of shape `whole`."""
         return (self.stop - self.start, *whole[1:]) if whole else ()
 
     def size(self, whole: Sequence[int]) -> int:
-        """Elements of the piece, in a variable of this shape."""
+        """Return the piece's number of elements, in a variable of shape `whole`."""
         return math.prod(self.shape(whole))
 
     def is_whole(self, whole: Sequence[int]) -> bool:
         return not whole or self.stop - self.start == whole[0]
-
-    def to_json(self) -> list[int]:
-        return [self.variable, self.start, self.stop, self.server]
-
-    @classmethod
-    def from_json(cls, data: Sequence[int]) -> Piece:
-        if len(data) != 4 or not all(type(n) is int and n >= 0 for n in data):
-            raise UsageError(f"a piece is [variable, start, stop, server], not {data!r}.")
-        return cls(*data)
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ class FixedShards:
 
 @dataclass(frozen=True)
 class MinSize:
-    """As many shards as can be, none smaller than about `min_bytes`, at most `max_shards`."""
+    """As many shards as possible, none below about `min_bytes`, at most `max_shards`."""
 
     min_bytes: int = 256 << 10
     max_shards: int = 1
@@ -101,7 +92,7 @@ class MinSize:
 
 @dataclass(frozen=True)
 class MaxSize:
-    """As few shards as can be, none larger than `max_bytes` (a row is never cut)."""
+    """As few shards as possible, none larger than `max_bytes` (a row is never cut)."""
 
     max_bytes: int
     max_shards: int | None = None
@@ -130,8 +121,8 @@ def partition(
 ) -> tuple[Piece, ...]:
     """Cut every variable and place the pieces; the same arguments give the same answer anywhere.
 
-    Pieces come in the order of their variables and rows. `whole` never cuts: for optimizers that
-    look at whole variables (`recipe.elementwise` says which do not).
+    Pieces come in the order of their variables and rows. `whole` never cuts, for optimizers that
+    look at whole variables (see `optimizer_recipe.elementwise`).
     """
     _positive("servers", servers)
     partitioner = partitioner or MinSize(max_shards=servers)
@@ -149,7 +140,7 @@ def partition(
 
 
 def place(sizes: Sequence[int], servers: int) -> list[int]:
-    """A server for every size: the largest first onto the emptiest, then evened out."""
+    """Return a server for every size: the largest first onto the emptiest, then evened out."""
     homes, loads = [0] * len(sizes), [0] * servers
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         homes[i] = min(range(servers), key=lambda s: (loads[s], s))
@@ -163,7 +154,7 @@ def place(sizes: Sequence[int], servers: int) -> list[int]:
 def _even_out(sizes: Sequence[int], homes: list[int], loads: list[int]) -> bool:
     """Move one piece off the fullest server, or swap it for a smaller one, if that empties it.
 
-    Of all such steps the one that leaves the fuller of the two servers emptiest.
+    Takes the step that leaves the fuller of the two servers emptiest.
     """
     full = max(range(len(loads)), key=lambda s: (loads[s], -s))
     here = {sizes[i]: i for i in reversed(range(len(sizes))) if homes[i] == full and sizes[i]}
@@ -212,10 +203,10 @@ State = dict[str, Any]
 def assemble(
     pieces: Sequence[Piece], states: Sequence[Mapping[str, Any]], shapes: Sequence[tuple[int, ...]]
 ) -> dict[int, State]:
-    """State by variable from the state of every piece of every server, in any order.
+    """Join the state of every piece of every server, in any order, to state by variable.
 
-    Variables without state (never used) are left out. Where some pieces of a variable have none,
-    their rows are zeros, which is how every optimizer that takes rows begins.
+    Variables without state (never used) are left out. Pieces without state become zeros, the
+    initial state of every optimizer that can be cut by rows.
     """
     by_variable: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = {}
     for piece, state in zip(pieces, states, strict=True):
@@ -245,7 +236,7 @@ def _join_one(
 ) -> Any:
     found = [state[key] for _, state in parts if key in state]
     tensors = [value for value in found if isinstance(value, Tensor) and value.dim()]
-    if not tensors:  # a counter or the like, from where it got furthest if they differ
+    if not tensors:  # a counter: if pieces differ, the furthest
         furthest = max((state for _, state in parts if key in state), key=_steps)
         return _copy({key: furthest[key]})[key]
     joined = torch.zeros(shape, dtype=tensors[0].dtype)
@@ -264,7 +255,7 @@ def cut(
     pieces: Sequence[Piece],
     shapes: Sequence[tuple[int, ...]],
 ) -> list[State]:
-    """The state of each piece, in order, as `Store.restore` takes it."""
+    """Return the state of each piece, in order, as `Store.restore` takes it."""
     return [
         {
             key: _cut_one(key, value, piece, shapes[piece.variable])
@@ -291,7 +282,7 @@ def _cut_one(key: str, value: Any, piece: Piece, shape: tuple[int, ...]) -> Any:
 def assemble_values(
     pieces: Sequence[Piece], values: Mapping[int, Tensor], shapes: Sequence[tuple[int, ...]]
 ) -> list[Tensor]:
-    """Whole variables from every server's flat values; `pieces` are those of all, in order."""
+    """Join every server's flat values to whole variables; `pieces` are all servers', in order."""
     first = next(iter(values.values()))
     whole = [torch.empty(shape, dtype=first.dtype) for shape in shapes]
     at = dict.fromkeys(values, 0)
@@ -306,7 +297,7 @@ def assemble_values(
 
 @torch.no_grad()
 def cut_values(whole: Sequence[Tensor], pieces: Sequence[Piece]) -> Tensor:
-    """The flat values of one server's pieces."""
+    """Return the flat values of one server's pieces."""
     parts = [_rows_of(whole[piece.variable], piece).reshape(-1) for piece in pieces]
     return torch.cat(parts) if parts else torch.empty(0)
 
@@ -321,9 +312,9 @@ def _rows_of(tensor: Tensor, piece: Piece) -> Tensor:
 def state_dict(
     whole: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What torch's `optimizer.state_dict()` would be, with these groups.
+    """Return the state as torch's `optimizer.state_dict()` with the groups of a recipe.
 
-    They are as a recipe's; variable None is a parameter of the optimizer that is not trained.
+    Variable None is a parameter of the optimizer that is not trained.
     """
     numbers: dict[int, int] = {}
     listed, first = [], 0  # torch counts through the groups
@@ -340,7 +331,7 @@ def state_dict(
 def states_of(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[int, State], list[dict[str, Any]]]:
-    """State by variable, and each group's settings, from torch's `optimizer.state_dict()`."""
+    """Read state by variable, and each group's settings, from torch's `state_dict()`."""
     sizes = [len(group["params"]) for group in saved["param_groups"]]
     if sizes != [len(group["variables"]) for group in groups]:
         raise UsageError(

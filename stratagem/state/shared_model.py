@@ -1,8 +1,8 @@
 """One set of a model's tensors in shared memory, of which every process writes its own part.
 
-    parameters, buffers    in one table a type; who owns one writes it, everybody reads it
-    optimizer state        each owner moves its own into a segment when it comes into being, and
-                           tells the first process, which sees the whole state at any time
+    parameters, buffers    in one table per type; the owner writes, all processes read
+    optimizer state        the owner moves new state into a segment and announces it to the first
+                           process, which sees the whole state at any time
 
 So the first process has everything when a checkpoint is due, when a call ends, and also after
 another process has died or the user has pressed Ctrl-C.
@@ -35,7 +35,7 @@ def _freed(moved: Tensor) -> None:
 def shared_views(
     tensors: Iterable[Tensor], collective: SharedMemoryCollective
 ) -> list[tuple[Tensor, Tensor, Segment]]:
-    """Each of these, with shared memory of its shape and type, and where that is. Collective."""
+    """Return each tensor with a shared view of its shape and type, and its segment. Collective."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -52,7 +52,7 @@ def shared_views(
 
 
 class SharedTensors:
-    """Parameters, buffers and the like, the first process' values. Made collectively."""
+    """Parameters, buffers and the like, with the first process' values. Made collectively."""
 
     def __init__(
         self,
@@ -62,16 +62,19 @@ class SharedTensors:
         returns: bool = True,
         keeps: bool = True,
     ) -> None:
-        """`given`: in an order that is the same everywhere. `returns`: whether they leave shared
-        memory in the end, on the first process; `keeps`: for where they lay, which is kept until
-        then. Else that memory is given back, one by one, and what is copied counts as nobody's
-        until somebody uses it: a device that has some layers has no room for all."""
+        """`given`: in the same order on all processes.
+
+        returns   whether they get private memory again in the end, on the first process
+        keeps     whether that is the old memory, kept until then. Else it is freed tensor by
+                  tensor, and shared pages take no memory of a process until it uses them: a device
+                  with some of the layers has no room for all.
+        """
         self._collective = collective
         self._leads = collective.rank == 0
         self._strange: set[Tensor] = set()
         self._seen = False
         tensors = list(dict.fromkeys(given))
-        #: on the first process: where they lay before
+        #: on the first process: the tensors' old memory
         self._homes = [(t, t.data) for t in tensors] if self._leads and returns and keeps else []
         self._renews = self._leads and returns and not keeps
         self._views = shared_views(tensors, collective)
@@ -86,12 +89,12 @@ class SharedTensors:
         collective.barrier()
 
     def own(self, used: dict[Tensor, list[int]]) -> None:
-        """Which processes use each tensor."""
+        """Note which processes use each tensor."""
         self._strange = {t for t, users in used.items() if self._collective.rank not in users}
         self._seen = True
 
     def leave_home(self) -> None:
-        """Have what only others use take no memory of this process."""
+        """Free this process' pages of tensors that only other processes use."""
         if self._seen:
             self._seen = False
             for tensor, view, segment in self._views:
@@ -99,12 +102,12 @@ class SharedTensors:
                     segment.let_go(view)
 
     def bring_home(self) -> None:
-        """Somebody is about to look: all see everything, and what is looked at takes memory."""
+        """Note that tensors are about to be read, after which their pages take memory here."""
         self._seen = True
 
     def take_back(self, owned: Iterable[Tensor] | None = None) -> None:
-        """Tensors that were given other memory (`t.data = ...`) come back with their values; of
-        those that this process owns, or of all."""
+        """Move tensors that were given other memory (`t.data = ...`) back, with their values: those
+        that this process owns, or all."""
         mine = None if owned is None else set(owned)
         for tensor, view, _ in self._views:
             if tensor.data_ptr() == view.data_ptr() or (mine is not None and tensor not in mine):
@@ -118,7 +121,7 @@ class SharedTensors:
             tensor.data = view.copy_(tensor.detach())
 
     def close(self) -> None:
-        """On the first process: give them the memory again that they had, or some of their own."""
+        """On the first process: move the tensors to their old memory, or to new private memory."""
         with torch.no_grad():
             for tensor, home in self._homes:
                 if tensor.shape == home.shape:
@@ -132,14 +135,14 @@ class SharedTensors:
 class OwnedState:
     """The state of an optimizer of which every process steps some parameters.
 
-    On the first process it stays in shared memory when training is over: nobody else writes there
-    then, and a copy of all of it may not fit.
+    On the first process it stays in shared memory after training: no other process writes there
+    then, and a copy may not fit.
     """
 
     def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
         self._optimizer, self._owned, self._leads = optimizer, owned, leads
         self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
-        #: where each lies in shared memory, by the number of its parameter and its name
+        #: shared memory of each state, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
         if not leads:
             for param in self._params:
@@ -147,15 +150,14 @@ class OwnedState:
                     optimizer.state.pop(param, None)
 
     def share(self, collective: SharedMemoryCollective) -> None:
-        """After a step: have the first process see every state; all have updated then."""
+        """After a step: have the first process see every state. Collective."""
         everybody = gather_tree(collective, self._tell())
         for told in everybody[1:] if self._leads else ():
             if told is not None:
                 self._learn(told)
 
     def _tell(self) -> dict[str, Any] | None:
-        """Move what is new into shared memory; returns what the first process must
-        know, None if nothing."""
+        """Move new state into shared memory; return the announcement of it, if any."""
         entries: list[tuple[int, str, Tensor]] = []
         numbers: list[list[Any]] = []
         for index, param in enumerate(self._params):
@@ -172,7 +174,7 @@ class OwnedState:
         return told | self._moved(entries) if entries else told
 
     def _is_home(self, index: int, name: str, value: Tensor) -> bool:
-        """Whether it lies in shared memory; one that the optimizer has replaced is put back."""
+        """Return whether a state has shared memory; if the optimizer replaced it, copy it back."""
         view = self._views.get((index, name))
         if view is None or view.shape != value.shape or view.dtype != value.dtype:
             return False
@@ -181,7 +183,7 @@ class OwnedState:
         return True
 
     def _moved(self, entries: list[tuple[int, str, Tensor]]) -> dict[str, Any]:
-        """Into a segment, one by one: each gives its memory back at once."""
+        """Move states into a segment one by one, so that each frees its memory at once."""
         starts = [0]
         for *_, value in entries:
             starts.append(starts[-1] + aligned(value.nbytes))
@@ -199,7 +201,7 @@ class OwnedState:
         return {"handle": segment.handle, "entries": outline}
 
     def _learn(self, told: dict[str, Any]) -> None:
-        """On the first process: see what another has told."""
+        """On the first process: map the state that another process has announced."""
         for index, name, value in told["numbers"]:
             self._optimizer.state[self._params[index]][name] = value
         if "handle" not in told:
@@ -211,8 +213,7 @@ class OwnedState:
 
 
 class SharedModel:
-    """A module's tensors and its optimizer's state, of which each process updates a part. Made
-    collectively."""
+    """A module's tensors and optimizer state, each process updating a part. Made collectively."""
 
     def __init__(
         self,
@@ -227,8 +228,8 @@ class SharedModel:
         self.leave_home, self.bring_home = self._tensors.leave_home, self._tensors.bring_home
 
     def own(self, owned: set[Tensor], used: dict[Tensor, list[int]]) -> None:
-        """From now on: the parameters that are stepped here, and who uses each tensor, its owner
-        first. Collective."""
+        """Set the parameters stepped here, and the processes that use each tensor, its owner first.
+        Collective."""
         rank = self._collective.rank
         self._owned = [t for t, users in used.items() if users[0] == rank]
         self._tensors.own(used)
@@ -236,13 +237,13 @@ class SharedModel:
         self._state.share(self._collective)
 
     def updated(self) -> None:
-        """After an update: have it seen, and wait until everybody has updated. Collective."""
+        """After an update: share it, and wait until all processes have updated. Collective."""
         assert self._state is not None
         self._tensors.take_back(self._owned)
         self._state.share(self._collective)
 
     def take_back(self) -> None:
-        """Somebody has changed weights, or given them other memory."""
+        """Move tensors that were given other memory back, with their values."""
         self._tensors.take_back()
 
     def close(self) -> None:
@@ -252,5 +253,5 @@ class SharedModel:
         self._collective.barrier()
 
     def leave(self) -> None:
-        """The same after a failure, alone."""
+        """Do the same after a failure, without the other processes."""
         self._tensors.close()

@@ -1,19 +1,45 @@
-"""The state of an optimizer in shared memory, of which each replica writes its own part."""
+"""The state of an optimizer in shared memory, of which each process writes its own parts.
+
+The user's optimizer is made once more over the parts of this process (`twin`). State of the
+twin moves into shared memory, in tensors as large as the parameters:
+
+    exp_avg      [ process 0 | process 1 | process 2 ]
+    exp_avg_sq   [ process 0 | process 1 | process 2 ]
+    step         a number per parameter, from the process that has its first part
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.state.optimizer_recipe import ELEMENTWISE, group_settings
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
-#: settings that add to the state and may be changed on the way
+#: settings that add to the state and may be changed during training
 MORE_STATE = {"momentum": 0.9, "amsgrad": True, "centered": True}
+
+
+class StatePart(Protocol):
+    """A part of one parameter, which this process updates."""
+
+    @property
+    def param(self) -> Tensor: ...
+
+    @property
+    def leaf(self) -> Tensor:
+        """What the optimizer of this process steps; it shares the parameter's memory."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the parameter's numbers, Adam's step for example."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same part of another tensor of the parameter's shape: a view."""
 
 
 class SharedState:
@@ -22,78 +48,110 @@ class SharedState:
     def __init__(
         self,
         optimizer: Optimizer,
-        params: Sequence[nn.Parameter],
+        params: Sequence[Tensor],
         collective: SharedMemoryCollective,
     ) -> None:
         self._params = list(params)
-        self._starts = [0]
-        for param in params:
-            self._starts.append(self._starts[-1] + param.numel())
-        elements, numbers, dtype = kinds_of_state(optimizer)
-        self._elements = _rows(elements, self._starts[-1], torch.float32, collective)
-        self._numbers = _rows(numbers, len(params), dtype, collective)
-        #: by name, which parameters have such a state
-        self._there = _rows([*elements, *numbers], len(params), torch.bool, collective)
-        #: copies of all three, as they were at `keep`
+        self._places = {param: i for i, param in enumerate(self._params)}
+        elements, self._numbers, number_type = kinds_of_state(optimizer)
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for param in self._params:
+            by_type.setdefault(param.dtype, []).append(param)
+        #: all elements by type and name, numbers by name, and which parameters have a state by name
+        self._elements = [
+            (members, _rows(elements, sum(p.numel() for p in members), dtype, collective))
+            for dtype, members in by_type.items()
+        ]
+        self._number_rows = _rows(self._numbers, len(self._params), number_type, collective)
+        self._known = _rows([*elements, *self._numbers], len(self._params), torch.bool, collective)
+        #: copies of all of these, as they were at `keep`
         self._kept: list[dict[str, Tensor]] | None = None
+        self._lay_out()
+
+    def _tables(self) -> list[dict[str, Tensor]]:
+        return [*(rows for _, rows in self._elements), self._number_rows, self._known]
+
+    def _lay_out(self) -> None:
+        """By parameter and name, views of the state of whole parameters."""
+        self._whole: list[dict[str, Tensor]] = [{} for _ in self._params]
+        for members, rows in self._elements:
+            sizes = [param.numel() for param in members]
+            for name, row in rows.items():
+                for param, flat in zip(members, torch.split(row, sizes), strict=True):
+                    self._whole[self._places[param]][name] = flat.view(param.shape)
+        for name, row in self._number_rows.items():
+            for state, number in zip(self._whole, row, strict=True):
+                state[name] = number
+
+    @property
+    def known(self) -> int:
+        """How many tensors of state have come into being, on any process."""
+        return sum(int(row.sum()) for row in self._known.values())
 
     def keep(self) -> None:
         """Copy everything, for `put_back`."""
-        rows = (self._elements, self._numbers, self._there)
+        tables = self._tables()
         if self._kept is None:
-            self._kept = [{name: row.clone() for name, row in each.items()} for each in rows]
+            self._kept = [{name: row.clone() for name, row in rows.items()} for rows in tables]
             return
-        for copies, each in zip(self._kept, rows, strict=True):
-            for name, row in each.items():
+        for copies, rows in zip(self._kept, tables, strict=True):
+            for name, row in rows.items():
                 copies[name].copy_(row)
 
     def put_back(self) -> None:
-        """From now on this replica sees what was kept, in memory of its own."""
+        """From now on this process sees what was kept, in memory of its own."""
         assert self._kept is not None
-        self._elements, self._numbers, self._there = self._kept
+        *elements, self._number_rows, self._known = self._kept
+        self._elements = [(m, rows) for (m, _), rows in zip(self._elements, elements, strict=True)]
+        self._lay_out()
 
-    def move_in(self, state: dict[str, Any], index: int, lo: int, hi: int) -> None:
-        """Have the state of elements lo..hi of a parameter live here from now on."""
-        for name, value in state.items():
-            if not isinstance(value, Tensor):
+    def twin(
+        self,
+        optimizer: Optimizer,
+        parts: Sequence[StatePart],
+        settings: Callable[[Mapping[str, Any]], dict[str, Any]] = group_settings,
+    ) -> Optimizer:
+        """Make the same optimizer over the parts of this process, with copies of its state."""
+        leaves = {part.param: part.leaf for part in parts}
+        groups = [
+            {**settings(group), "params": [leaves[p] for p in group["params"] if p in leaves]}
+            for group in optimizer.param_groups
+        ]
+        twin: Optimizer = type(optimizer)(groups)  # type: ignore[call-arg]
+        for part in parts:
+            for name, value in optimizer.state.get(part.param, {}).items():
+                if isinstance(value, Tensor):
+                    value = value if name in self._numbers else part.of(value.contiguous())
+                    value = value.clone()
+                twin.state[part.leaf][name] = value
+        return twin
+
+    def take_in(self, twin: Optimizer, parts: Iterable[StatePart]) -> None:
+        """Have state of the twin that has come into being live here from now on."""
+        for part in parts:
+            state = twin.state.get(part.leaf)
+            if not state:
                 continue
-            if name in self._elements:
-                start = self._starts[index]
-                state[name] = self._elements[name][start + lo : start + hi]
-            elif name in self._numbers and lo == 0:
-                state[name] = self._numbers[name][index]
-            else:
-                continue  # a number that another replica has here
-            if state[name].data_ptr() != value.data_ptr():
-                state[name].copy_(value)
-            if lo == 0:
-                self._there[name][index] = True
-
-    def part(self, whole: Mapping[str, Any], index: int, lo: int, hi: int) -> dict[str, Any]:
-        """Of a parameter's state, that of elements lo..hi, in memory of its own."""
-        shape = self._params[index].shape
-        state: dict[str, Any] = {}
-        for name, value in whole.items():
-            if name in self._elements and isinstance(value, Tensor) and value.shape == shape:
-                state[name] = value.reshape(-1)[lo:hi].clone()
-            elif name in self._numbers and isinstance(value, Tensor):
-                state[name] = value.clone()
-        return state
+            index = self._places[part.param]
+            for name, value in state.items():
+                home = self._whole[index].get(name)
+                if home is None or not isinstance(value, Tensor):
+                    continue
+                if name not in self._numbers:
+                    home = part.of(home)
+                elif not part.first:
+                    continue  # another process writes it
+                if home.data_ptr() != value.data_ptr():
+                    state[name] = home.copy_(value)
+                self._known[name][index] = True
 
     def give(self, optimizer: Optimizer, *, copy: bool) -> None:
-        """All of it to an optimizer of whole parameters; without `copy` it goes on living here."""
-        there = {name: row.tolist() for name, row in self._there.items()}
-        for index, param in enumerate(self._params):
-            has = {name for name, known in there.items() if known[index]}
-            state = optimizer.state[param] if has else {}
-            for name, row in self._elements.items():
-                if name in has:
-                    lo, hi = self._starts[index], self._starts[index + 1]
-                    mine = row[lo:hi].view(param.shape)
-                    state[name] = mine.clone() if copy else mine
-            for name, row in self._numbers.items():
-                if name in has:
-                    state[name] = row[index].clone() if copy else row[index]
+        """Give all state to an optimizer of whole parameters; without `copy` it stays in here."""
+        known = {name: row.tolist() for name, row in self._known.items()}
+        for index, (param, whole) in enumerate(zip(self._params, self._whole, strict=True)):
+            for name, value in whole.items():
+                if known[name][index]:
+                    optimizer.state[param][name] = value.clone() if copy else value
 
 
 def _rows(
@@ -101,12 +159,12 @@ def _rows(
 ) -> dict[str, Tensor]:
     if not names:
         return {}
-    made = collective.table(count, dtype, rows=len(names))
-    return dict(zip(names, made.rows, strict=True))
+    made = collective.table(max(count, 1), dtype, rows=len(names))
+    return {name: row[:count] for name, row in zip(names, made.rows, strict=True)}
 
 
 def warm_up(optimizer: Optimizer) -> None:
-    """Have the first update of a process be as fast as later ones."""
+    """Make the first update of a process as fast as later ones."""
     if type(optimizer) in ELEMENTWISE:
         kinds_of_state(optimizer, more=False)
 
@@ -114,8 +172,8 @@ def warm_up(optimizer: Optimizer) -> None:
 def kinds_of_state(
     optimizer: Optimizer, *, more: bool = True
 ) -> tuple[list[str], list[str], torch.dtype]:
-    """What a step leaves in its state: tensors like the parameter, numbers, and their type; with
-    `more`, also what it would leave with other settings."""
+    """Return the names of a state's tensors and of its numbers, and the numbers' type; with
+    `more`, also the names under other settings."""
     elements, numbers = set(), {}
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group_settings(group).items() if k != "param_names"}

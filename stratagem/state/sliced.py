@@ -1,8 +1,8 @@
-"""Parameters once in shared memory, each replica updating its own slice of them.
+"""One set of parameters in shared memory, of which each replica updates its own slice.
 
-CPU replicas of one machine need no copy of the model each: all of them read one set of
-parameters. After backward every replica adds up its own 1/N of the gradients and lets the
-optimizer step on that 1/N alone, so that the update costs N times less, too.
+CPU replicas of one machine all read one set of parameters. After backward every replica adds up
+its own 1/N of the gradients and steps the optimizer on that 1/N, so that the update costs N times
+less, too.
 
     gradients   row 0 [ . | . | . ]     parameters [ . | . | . ]
                 row 1 [ . | . | . ]                  ^   ^   ^
@@ -10,16 +10,10 @@ optimizer step on that 1/N alone, so that the update costs N times less, too.
                                                      |   replica 1
                                                      replica 0
 
-Weights of large linear layers have their gradients in factors (factors.py), which each replica
-multiplies for its slice. The optimizer's state lies in shared memory, too, each replica writing its
-own part:
-
-    exp_avg      [ replica 0 | replica 1 | replica 2 ]
-    exp_avg_sq   [ replica 0 | replica 1 | replica 2 ]
-    step         a number a parameter, from the replica that has its first element
-
-So every replica sees the whole state at any time: when a checkpoint is due, when a fit ends, and
-also after another replica has died or the user has pressed Ctrl-C.
+Gradients of large linear layers' weights stay factors (factors.py), which each replica multiplies
+for its slice. The optimizer's state lies in shared memory, too (shared_state.py). So every replica
+sees the whole state at any time: when a checkpoint is due, when a fit ends, and also after another
+replica has died or the user has pressed Ctrl-C.
 
 Only optimizers that treat every element by itself can be sliced; `can_slice` knows which.
 """
@@ -42,20 +36,29 @@ from stratagem.wire.shared_memory import SharedMemoryCollective, slices, sum_par
 
 
 def can_slice(optimizer: Optimizer, params: list[nn.Parameter]) -> bool:
-    """Whether the update of one element depends on that element alone."""
+    """Return whether the update of one element depends on that element alone."""
     return type(optimizer) in ELEMENTWISE and all(p.dtype is torch.float32 for p in params)
 
 
 @dataclass
 class SlicePiece:
-    """Elements lo..hi of parameter `index`, which this replica updates; they begin at `at`."""
+    """Elements lo..hi of a parameter, which this replica updates; they begin at `at`."""
 
+    param: nn.Parameter
     index: int
     lo: int
     hi: int
     at: int
-    data: Tensor
+    leaf: Tensor
     grad: Tensor
+
+    @property
+    def first(self) -> bool:
+        return self.lo == 0
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the same elements of another tensor of the parameter's shape: a view."""
+        return whole.view(-1)[self.lo : self.hi]
 
 
 class SlicedUpdate:
@@ -79,34 +82,34 @@ class SlicedUpdate:
         self.pieces = self._cut(bucket.members)
         self._plain = self._plain_runs()
         self._state = SharedState(optimizer, buckets.params, collective)
-        self.twin = self._twin()
-        #: parameters that the optimizer has stepped on here, and whether others get state now
+        self.twin = self._state.twin(optimizer, self.pieces)
+        #: parameters that the optimizer has stepped here, and whether more of them get state now
         self._known: set[int] = set()
         self._grows = False
         try:
             if collective.live:
-                self._share_state()
+                self._state.take_in(self.twin, self.pieces)
             collective.barrier()
-        except BaseException:  # somebody has died meanwhile
+        except BaseException:  # a replica has died meanwhile
             self._go_home()
             raise
         self._state.give(optimizer, copy=False)
         self._tails = self._notes.grid[:, -buckets.notes_size :]
-        #: of the parameters, as they were at `keep`, and whether an update has begun since
+        #: a copy of the parameters made by `keep`, and whether an update has begun since
         self._kept: Tensor | None = None
         self._under_way = False
-        #: of each parameter, how many replicas have a gradient in the step under way
+        #: by parameter: how many replicas have a gradient in the present step
         self._counts: list[float] = []
 
     def _open_sums(self, flat: Tensor) -> Tensor:
-        """Where gradients are added up; returns what the notes lie in."""
+        """Open the memory for sums of gradients; return the memory that has the notes."""
         self.table = self.collective.table_of(flat)
         return flat
 
     # --- one step ---------------------------------------------------------------------------
 
     def add_up(self) -> list[float]:
-        """Wait for every replica's gradients; returns the notes added up."""
+        """Wait for every replica's gradients; return the sums of the notes."""
         METER.bytes += self._notes.rows[0].nbytes
         self.collective.meet("gradient")
         numbers: list[float] = self._tails.sum(0).tolist()
@@ -115,7 +118,7 @@ class SlicedUpdate:
         return numbers[:notes]
 
     def step(self, scale: float, clip_norm: float | None, clip_value: float | None) -> None:
-        """Sum this slice, scale it, clip, update, and wait until everybody has."""
+        """Sum this slice, scale it, clip, update, and wait until all replicas have updated."""
         self._sum(scale)
         if clip_norm is not None:
             self._clip(clip_norm)
@@ -125,7 +128,7 @@ class SlicedUpdate:
         self._leave_out_unused()
         self.twin.step()
         if self._grows:
-            self._share_state()
+            self._state.take_in(self.twin, self.pieces)
         self.collective.meet("update")
         self._under_way = False
         if self._grows:
@@ -133,7 +136,7 @@ class SlicedUpdate:
             self._grows = False
 
     def _sum(self, scale: float) -> None:
-        """The gradient of this slice, over all replicas."""
+        """Sum the gradient of this slice over all replicas."""
         weights = [scale] * self.collective.size
         for parts, total in self._plain:
             sum_parts(parts, weights, total)
@@ -144,7 +147,7 @@ class SlicedUpdate:
                 factors.add_up(*rows, scale, (self.table, piece.at), piece.grad)
 
     def _clip(self, limit: float) -> None:
-        """By the norm of the whole gradient, which every replica learns from all slices."""
+        """Clip by the norm of the whole gradient, to which every slice contributes."""
         norms = self._norms.rows
         squares = (part.double().square().sum() for part in self._parts)
         norms[self.collective.rank][0] = sum(squares, torch.zeros((), dtype=torch.float64))
@@ -155,10 +158,10 @@ class SlicedUpdate:
                 part.mul_(limit / (norm + 1e-6))
 
     def _leave_out_unused(self) -> None:
-        """No gradient anywhere means no step there: a zero would still move the optimizer."""
+        """Leave out parameters without any gradient: a zero would still move the optimizer."""
         counts = self._counts
         for piece in self.pieces:
-            piece.data.grad = piece.grad if counts[piece.index] else None
+            piece.leaf.grad = piece.grad if counts[piece.index] else None
         if len(self._known) < len(counts):
             used = {i for i, count in enumerate(counts) if count}
             self._grows = self._grows or not used <= self._known
@@ -183,20 +186,20 @@ class SlicedUpdate:
                 at += param.numel()
         try:
             self.collective.barrier()
-        except BaseException:  # somebody has died meanwhile, perhaps before it had written
+        except BaseException:  # a replica has died, perhaps before it had written
             for param, home in self._homes:
                 param.data = home
             raise
 
     def take_back(self) -> None:
-        """Parameters that were given other memory (`p.data = ...`) come back with their values."""
+        """Move parameters that were given other memory (`p.data = ...`) back, with their values."""
         for param, view in self._views:
             if param.data_ptr() != view.data_ptr():
                 param.data = view.copy_(param.detach())
 
     def _cut(self, members: list[int]) -> list[SlicePiece]:
-        """What this replica updates: some rows of each factored weight, since these are work, and
-        one slice of all the rest."""
+        """Choose what this replica updates: rows of each factored weight, as multiplying these is
+        work, and one slice of all other parameters."""
         rank, size = self.collective.rank, self.collective.size
         sizes = {i: self.buckets.params[i].numel() for i in members}
         rest = sum(n for i, n in sizes.items() if i not in self.factors)
@@ -208,17 +211,17 @@ class SlicedUpdate:
             else:
                 lo, hi = (min(max(bound, 0), sizes[i]) for bound in (start, end))
                 start, end = start - sizes[i], end - sizes[i]
-            if lo < hi or (rank == 0 and not sizes[i]):  # an empty one has a state, too
+            if lo < hi or (rank == 0 and not sizes[i]):  # an empty parameter has state, too
                 ranges.append((i, lo, hi, at + lo))
             at += sizes[i]
         grads = self._gradient_memory([(at, hi - lo) for _, lo, hi, at in ranges])
         return [
-            SlicePiece(i, lo, hi, at, self._flat[at : at + hi - lo], grad)
+            SlicePiece(self.buckets.params[i], i, lo, hi, at, self._flat[at : at + hi - lo], grad)
             for (i, lo, hi, at), grad in zip(ranges, grads, strict=True)
         ]
 
     def _gradient_memory(self, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
-        """Room for the sum of each span of the gradients: where it begins, and how long it is."""
+        """Return memory for the sum of each span (begin, length) of the gradients."""
         sizes = [size for _, size in spans]
         self._total = torch.empty(sum(sizes), dtype=torch.float32)
         #: all of this slice's gradient
@@ -226,7 +229,7 @@ class SlicedUpdate:
         return torch.split(self._total, sizes)
 
     def _plain_runs(self) -> list[tuple[list[Tensor], Tensor]]:
-        """What is added up, of all rows, and where the sum goes; neighbours in one."""
+        """Return the parts of all rows that are added up, and where each sum goes."""
         runs: list[tuple[int, int, int]] = []  # in the table, in the total
         done = 0
         for piece in self.pieces:
@@ -241,30 +244,6 @@ class SlicedUpdate:
             (self.table.parts_at(at, hi - lo), self._total[lo:hi]) for at, lo, hi in runs if lo < hi
         ]
 
-    def _twin(self) -> Optimizer:
-        """The same optimizer over this replica's pieces, with the state it already had."""
-        by_param = {self.buckets.params[piece.index]: piece for piece in self.pieces}
-        groups = [
-            {
-                **group_settings(g),
-                "params": [by_param[p].data for p in g["params"] if p in by_param],
-            }
-            for g in self.optimizer.param_groups
-        ]
-        twin: Optimizer = type(self.optimizer)(groups)  # type: ignore[call-arg]
-        for piece in self.pieces:
-            whole = self.optimizer.state.get(self.buckets.params[piece.index], {})
-            had = self._state.part(whole, piece.index, piece.lo, piece.hi)
-            if had:
-                twin.state[piece.data].update(had)
-        return twin
-
-    def _share_state(self) -> None:
-        """State that has come into being moves to where everybody sees it."""
-        for piece in self.pieces:
-            if state := self.twin.state.get(piece.data):
-                self._state.move_in(state, piece.index, piece.lo, piece.hi)
-
     def follow_settings(self) -> None:
         """Take over a changed learning rate, or any other setting, from the user's optimizer."""
         for group, own in zip(self.optimizer.param_groups, self.twin.param_groups, strict=True):
@@ -274,22 +253,22 @@ class SlicedUpdate:
             own.update(settings)
 
     def keep(self) -> None:
-        """An update begins, in which a replica may die and leave its slice half written.
+        """Copy everything before an update, in which a replica may die and leave half a slice.
 
-        Nobody writes to a slice before all have met with their gradients, this replica included.
+        No replica writes to a slice before all have met with their gradients, this one included.
         """
         self._state.keep()
         self._kept = self._flat.clone() if self._kept is None else self._kept.copy_(self._flat)
         self._under_way = True
 
     def take_over(self) -> None:
-        """Go on with the slice of a replica that has died, as it left it before an update."""
+        """Continue the slice of a replica that died outside of an update."""
         self._state.give(self.optimizer, copy=False)
-        self.twin = self._twin()
-        self._share_state()
+        self.twin = self._state.twin(self.optimizer, self.pieces)
+        self._state.take_in(self.twin, self.pieces)
 
     def leave(self) -> None:
-        """Alone: go on with what was kept if an update broke off, else with what is there."""
+        """Take private memory, alone; after a broken update, the kept copies."""
         if self._under_way and self._kept is not None:
             self._state.put_back()
             for param, view in self._views:
@@ -299,7 +278,7 @@ class SlicedUpdate:
         self._go_home()
 
     def close(self) -> None:
-        """Give parameters and state private memory again."""
+        """Give parameters and state private memory again. Collective."""
         self.collective.barrier()
         self._state.give(self.optimizer, copy=True)
         self._go_home()
@@ -312,15 +291,15 @@ class SlicedUpdate:
             param.data = home
 
 
-#: elements whose squares are added up at a time: in double precision they take twice the memory
+#: elements squared at a time: in double precision they take twice the memory
 _AT_ONCE = 1 << 18
 
 
 class ShardedUpdate(SlicedUpdate):
     """One replica's slice of parameters, gradients and state. Made collectively.
 
-    There is one row of gradients for all replicas, to which they have added in turn
-    (wire/ordered_sum.py); a replica's slice of the sum is where its optimizer reads:
+    All replicas add their gradients to one row in turn (wire/ordered_sum.py); each optimizer reads
+    its slice of that sum:
 
     gradients    [ . | . | . ]     parameters [ . | . | . ]     exp_avg [ . | . | . ]
                    ^   ^   ^
@@ -343,7 +322,7 @@ class ShardedUpdate(SlicedUpdate):
         return []
 
     def _sum(self, scale: float) -> None:
-        """They have been added up: scale them, and erase what nobody has written."""
+        """Scale the sums, which are complete, and zero those that no replica has written."""
         for piece in self.pieces:
             factors = self.factors.get(piece.index)
             if factors is not None:

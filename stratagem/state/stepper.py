@@ -1,7 +1,7 @@
-"""The optimizer of one server's pieces, stepped with gradients that come by piece.
+"""The optimizer of one server's pieces, stepped with a gradient for each piece.
 
-Beyond torch's own step it knows how to use another learning rate for one step, which optimizers can
-move rows alone, and where a fused kernel must stand aside.
+Beyond torch's own step it can use another learning rate for one step, update single rows where the
+optimizer allows that, and avoid fused kernels where they would fail.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from torch import Tensor
 from stratagem.errors import UsageError
 from stratagem.state.optimizer_recipe import OptimizerRecipe, build, settings_of, tuned
 
-#: their step is no multiple of the learning rate: it is state, or bounded
+#: optimizers whose step is not proportional to the learning rate
 _OWN_RATE = {"ASGD", "Rprop", "Adafactor"}
 
 
 class Steps(Protocol):
-    """An optimizer of any library over one server's pieces."""
+    """Interface of an optimizer of any library over one server's pieces."""
 
     def rows_only(self, piece: int) -> bool:
-        """Whether it takes sparse gradients only, of this piece."""
+        """Return whether this piece takes sparse gradients only."""
 
     def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
-        """Step; returns which pieces moved: in all, or in just these rows."""
+        """Step; return the pieces that moved, each with its rows or None for all of them."""
 
     def settings(self) -> list[dict[str, Any]]:
-        """Each group's settings as the user gave them."""
+        """Return each group's settings as the user gave them."""
 
     def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Change settings; a group may name just those that change."""
+        """Change settings; groups name at least those that change."""
 
     def states(self) -> list[dict[str, Any]]:
-        """A copy of the state of every piece."""
+        """Copy the state of every piece."""
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over copies."""
+        """Take over copies of `states`."""
 
 
 def stepper_for(
     recipe: OptimizerRecipe, pieces: Sequence[tuple[int, Tensor]], values: Tensor
 ) -> Steps:
-    """The optimizer that a recipe tells of; Keras is imported for one of Keras only."""
+    """Make the optimizer of a recipe; Keras is imported for its own optimizers only."""
     if recipe.library == "keras":
         os.environ.setdefault("KERAS_BACKEND", "torch")
         from stratagem.state.keras_stepper import KerasStepper
@@ -65,7 +65,7 @@ class Stepper:
         self._variables = [list(group["variables"]) for group in recipe.groups]
         self._settings = [settings_of(group) for group in recipe.groups]
         group_of = {v: g for g, variables in enumerate(self._variables) for v in variables}
-        #: by piece, its group; None where the optimizer has nothing to do with the variable
+        #: the group of each piece; None where the optimizer does not have the variable
         self.groups = [group_of.get(variable) for variable, _ in pieces]
         self._make()
 
@@ -75,7 +75,7 @@ class Stepper:
             for settings, variables in zip(self._settings, self._variables, strict=True)
         )
         self.optimizer = build(OptimizerRecipe("torch", self.name, groups), self._pieces)
-        #: groups beside the recipe's for pieces that got rows: fused kernels know no sparse tensors
+        #: groups without fused kernels, which refuse sparse tensors, for pieces that got rows
         self._beside: dict[int, dict[str, Any]] = {}
 
     def rows_only(self, piece: int) -> bool:
@@ -84,7 +84,7 @@ class Stepper:
     # --- one step -------------------------------------------------------------------------------
 
     def step(self, grads: Sequence[Tensor | None], rate: float) -> dict[int, Tensor | None]:
-        """Step; returns which pieces moved: in all, or in just these rows."""
+        """Step; return the pieces that moved, each with its rows or None for all of them."""
         moved: dict[int, Tensor | None] = {}
         try:
             for i, grad in enumerate(grads):
@@ -94,15 +94,15 @@ class Stepper:
                 self.optimizer.step()
         finally:
             for _, tensor in self._pieces:
-                tensor.grad = None  # it may be memory of the caller's
+                tensor.grad = None  # its memory may be the caller's
         return moved
 
     def _give(self, piece: int, group: int, grad: Tensor) -> Tensor | None:
-        """Make it the piece's gradient; returns its rows if they are all that will move."""
+        """Set a piece's gradient; return its rows if only these will move."""
         tensor = self._pieces[piece][1]
         if grad.dtype is not tensor.dtype:
             grad = grad.to(tensor.dtype)
-        # A sparse vector is never left so: torch adds it to a view at twice the view's offset.
+        # A sparse vector is made dense: torch adds it to a view at twice the view's offset.
         if grad.is_sparse and (not grad.dense_dim() or not self._moves_rows_alone(group)):
             grad = grad.to_dense()
         tensor.grad = grad
@@ -142,7 +142,7 @@ class Stepper:
 
     @contextmanager
     def _without_fused_beginners(self) -> Iterator[None]:
-        """Fused SGD fails where some have momentum already and some get their first gradient."""
+        """Avoid fused SGD, which fails where only some parameters have momentum yet."""
         mixed = [
             group
             for group in self.optimizer.param_groups
@@ -180,13 +180,11 @@ class Stepper:
                 self._beside[i].update({**own, "fused": False})
 
     def states(self) -> list[dict[str, Any]]:
-        """A copy of the state of every piece."""
+        """Copy the state of every piece."""
         return [_copy(self.optimizer.state.get(tensor, {})) for _, tensor in self._pieces]
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over copies; a piece without state begins anew."""
-        if len(states) != len(self._pieces):
-            raise UsageError(f"states of {len(states)} pieces for {len(self._pieces)}.")
+        """Take over copies of `states`; a piece without state starts afresh."""
         self._make()
         for i, ((_, tensor), state) in enumerate(zip(self._pieces, states, strict=True)):
             if self.groups[i] is not None:
@@ -208,7 +206,7 @@ def _copy(state: Mapping[str, Any], like: Tensor | None = None) -> dict[str, Any
 def _changed(
     groups: Sequence[dict[str, Any]], key: str, change: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """A setting of these groups is another inside the block."""
+    """Change a setting of these groups inside the block."""
     before = [group[key] for group in groups]
     for group, value in zip(groups, before, strict=True):
         group[key] = change(value)

@@ -1,12 +1,12 @@
-"""One server's part of the parameters, and the optimizer that moves it.
+"""One server's pieces of the parameters, and the optimizer that updates them.
 
     push -> add -> [ sum ] -> apply -> [ values ], version + 1 -> changed_since -> pull
 
-The values of all pieces lie one after the other in one flat tensor, which may be memory that other
-processes see; the optimizer works on views of it, and it is never allocated again. The store
+The values of all pieces lie one after the other in one flat tensor, which is allocated once; the
+optimizer works on views of it. The store
 decides nothing: the coordinator says which gradients count, and when the sum is applied.
 
-One thread at a time: a shard calls it under its own lock.
+Not thread-safe: a shard calls the store under its own lock.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from stratagem.codecs.codec import PLAIN, Codec
 from stratagem.errors import UsageError
 from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import Piece
-from stratagem.state.stepper import Steps, stepper_for
+from stratagem.state.stepper import stepper_for
 from stratagem.state.sums import GradientSum, PieceLayout, distance_squared
 
-_RECENT = 64  # updates are kept, while they are no more than
-_ROOM = 0.5  # of the piece's rows: copies must not take more memory than it does
-_MANY = 16  # updates and more may name the same rows again and again
+_RECENT = 64  # so many updates are kept at most, and their copies take at most
+_ROOM = 0.5  # of the piece's rows
+_MANY = 16  # from so many updates on the same rows are likely to be named repeatedly
 
-#: rows, and what they became; None: what they are by now
+#: rows, and their values after the change; None: their present values
 Change = tuple[Tensor, Tensor | None]
 
 
 class RowVersions:
-    """The changes of the rows of one piece; versions only grow."""
+    """The latest changes of one piece's rows, by version."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._table = torch.zeros(rows, dtype=torch.int64, device=device)
         self._recent: deque[tuple[int, Tensor, Tensor]] = deque()
-        self._kept = 0  # rows in them
-        self._forgotten = 0  # the version of the last change that is in the table alone
+        self._kept = 0  # rows in `_recent`
+        self._forgotten = 0  # the version of the last change that is only in the table
 
     def note(self, version: int, rows: Tensor, piece: Tensor) -> None:
-        """These rows changed, and this is the version after it, and the piece."""
+        """Record that these rows changed; `version` and `piece` are as after the change."""
         self._table[rows] = version
-        rows = rows.clone()  # they may be a part of memory for all that came
+        rows = rows.clone()  # the caller may reuse their memory
         self._recent.append((version, rows, piece.index_select(0, rows)))
         self._kept += len(rows)
         while len(self._recent) > _RECENT or self._kept > _ROOM * len(self._table):
@@ -54,7 +54,7 @@ class RowVersions:
             self._kept -= len(forgotten)
 
     def since(self, version: int) -> list[Change]:
-        """The rows that changed after `version`, in the order of changes."""
+        """Return the changes made after `version`, in order."""
         if version < self._forgotten:
             return [((self._table > version).nonzero().flatten(), None)]
         changes: list[Change] = [
@@ -67,14 +67,14 @@ class RowVersions:
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """What a piece needs to become current: all of it, or just these rows.
+    """What a copy of a piece needs to become current: the whole piece, or just these rows.
 
-    Several of one piece follow each other: a later one may name a row again.
+    Several deltas of one piece apply in order: a later one may name a row again.
     """
 
     piece: int
     rows: Tensor | None = None
-    #: what the rows became, if that is known; never changed again
+    #: the rows' values, if they are known; never changed again
     values: Tensor | None = None
 
 
@@ -88,44 +88,28 @@ class StoreSnapshot:
 
 
 class Store:
-    """Pieces of variables with their optimizer; see the module's head."""
+    """Pieces of variables with their optimizer; see the top of this file."""
 
     def __init__(
         self,
         pieces: Sequence[Piece],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
-        recipe: OptimizerRecipe | None,
+        recipe: OptimizerRecipe,
         device: torch.device | str = "cpu",
-        values: Tensor | None = None,
     ) -> None:
-        """`pieces` are this server's, in order; `values` is memory to live in."""
+        """`pieces` are this server's, in order."""
         self.pieces, self.version = list(pieces), 0
         self.layout = PieceLayout([piece.shape(shapes[piece.variable]) for piece in pieces])
         self.count = self.layout.count
-        if values is None:
-            values = torch.zeros(self.count, dtype=dtype, device=device)
-        elif (
-            values.shape != (self.count,)
-            or values.dtype is not dtype
-            or not values.is_contiguous()
-            or values.device.type != torch.device(device).type
-        ):
-            raise UsageError(
-                f"the pieces need a flat, contiguous tensor of {self.count} {dtype} on {device}, "
-                f"not {tuple(values.shape)}, {values.dtype} on {values.device}."
-            )
-        self.values = values.detach()
+        self.values = torch.zeros(self.count, dtype=dtype, device=device)
         self.views = self.layout.views(self.values)
-        self.sum = GradientSum(self.layout, dtype, values.device)
+        self.sum = GradientSum(self.layout, dtype, self.values.device)
         named = [(p.variable, v) for p, v in zip(pieces, self.views, strict=True)]
-        self._stepper = stepper_for(recipe, named, self.values) if recipe is not None else None
-        stepper = self._stepper
+        self._stepper = stepper_for(recipe, named, self.values)
         #: pieces that take sparse gradients only
-        self._rows_only = [
-            i for i in range(len(pieces)) if stepper is not None and stepper.rows_only(i)
-        ]
-        #: by piece, the version that last changed all of it, and by row for those sparsely changed
+        self._rows_only = [i for i in range(len(pieces)) if self._stepper.rows_only(i)]
+        #: by piece: the version that last changed all of it; and changes of rows
         self._changed = [0] * len(pieces)
         self._row_versions: dict[int, RowVersions] = {}
 
@@ -139,10 +123,10 @@ class Store:
         used: Sequence[bool] | None = None,
         codec: Codec = PLAIN,
     ) -> None:
-        """Add factor * grad to the sum that waits.
+        """Add factor * grad to the pending sum.
 
-        `grad` is flat, encoded by `codec` or of any floating-point type: all pieces one after the
-        other or, where `used` leaves some out, just the used ones.
+        `grad` is flat, encoded by `codec` or of any floating-point type, and has all pieces one
+        after the other or just the used ones.
         """
         self._refuse_dense(used)
         self.sum.add(grad, factor, used, codec)
@@ -151,27 +135,26 @@ class Store:
     def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
         """Add factor * values to rows of a piece; a row named twice gets both.
 
-        No rows at all still mean that the piece was used: its optimizer counts the step.
+        Without any rows the piece still counts as used: its optimizer counts the step.
         """
         self.sum.add_rows(piece, rows, values, factor)
 
     @torch.no_grad()
     def norm_squared(self, scale: float) -> float:
-        """Of the sum that waits, times `scale`."""
+        """Return the squared norm of the pending sum times `scale`."""
         return self.sum.norm_squared(scale)
 
     @torch.no_grad()
     def distance_squared(self, then: Tensor) -> float:
-        """Between the values now and those of `then`."""
+        """Return the squared distance between the present values and `then`."""
         return distance_squared(self.values, then)
 
     # --- updates ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def apply(self, scale: float, rate: float = 1.0, clip_value: float | None = None) -> None:
-        """Step with the sum times `scale`; `rate` times the learning rate, for this step only."""
-        stepper = self._optimizer()
-        self._step(stepper, self.sum.take(scale, clip_value), rate)
+        """Step with the sum times `scale`; `rate` scales the learning rate of this step only."""
+        self._step(self.sum.take(scale, clip_value), rate)
 
     @torch.no_grad()
     def apply_one(
@@ -182,33 +165,26 @@ class Store:
         rate: float = 1.0,
         clip_value: float | None = None,
     ) -> None:
-        """`add` and `apply` of one gradient, in its own memory, which may be changed.
+        """Do `add` and `apply` of one gradient in its own memory, which may be changed.
 
-        (Gradients of another type, or of many small pieces, are copied after all.) Rows that
-        wait are applied with it.
+        Gradients of another type, or of many small pieces, are copied after all. Pending rows are
+        applied with it.
         """
-        stepper = self._optimizer()
         self._refuse_dense(used)
-        grads = self.sum.take_one(grad, factor, used, clip_value)
-        self._step(stepper, grads, rate)
+        self._step(self.sum.take_one(grad, factor, used, clip_value), rate)
 
     def forget(self) -> None:
-        """Throw away the sum that waits."""
+        """Discard the pending sum."""
         self.sum.clear()
 
-    def _step(self, stepper: Steps, grads: list[Tensor | None], rate: float) -> None:
-        moved = stepper.step(grads, rate)
+    def _step(self, grads: list[Tensor | None], rate: float) -> None:
+        moved = self._stepper.step(grads, rate)
         self.version += 1
         for i, rows in moved.items():
             if rows is None:
                 self._changed[i] = self.version
             else:
                 self._rows_of(i).note(self.version, rows, self.views[i])
-
-    def _optimizer(self) -> Steps:
-        if self._stepper is None:
-            raise UsageError("this store was made without an optimizer: it only keeps values.")
-        return self._stepper
 
     def _refuse_dense(self, used: Sequence[bool] | None) -> None:
         if not self._rows_only:
@@ -224,7 +200,7 @@ class Store:
 
     @torch.no_grad()
     def changed_since(self, version: int) -> list[Delta]:
-        """Return what a worker with the values of `version` (-1: with none) lacks, by piece."""
+        """Return what a worker with the values of `version` (-1: none) lacks, by piece."""
         deltas = []
         for i, changed in enumerate(self._changed):
             if changed > version or version > self.version:
@@ -239,14 +215,14 @@ class Store:
         return deltas
 
     def values_of(self, delta: Delta) -> Tensor:
-        """The values that `delta` is about: a view of the piece, or a copy of its rows."""
+        """Return the values of a delta: a view of the piece, or a copy of its rows."""
         if delta.values is not None:
             return delta.values
         view = self.views[delta.piece]
         return view if delta.rows is None else view.index_select(0, delta.rows)
 
     def _worth(self, piece: int, rows: int) -> bool:
-        """Whether rows with their numbers are fewer bytes than the piece."""
+        """Return whether rows with their numbers take fewer bytes than the piece."""
         whole = self.layout.sizes[piece] * self.values.element_size()
         return rows * (8 + whole // self.layout.shapes[piece][0]) < whole
 
@@ -259,23 +235,22 @@ class Store:
     # --- settings and copies ----------------------------------------------------------------------
 
     def settings(self) -> list[dict[str, Any]]:
-        """Each group's settings as the user gave them."""
-        return self._optimizer().settings()
+        """Return each group's settings as the user gave them."""
+        return self._stepper.settings()
 
     def set_settings(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Change settings, a learning rate say; a group may name just those that change."""
-        self._optimizer().set_settings(groups)
+        """Change settings; groups name at least those that change."""
+        self._stepper.set_settings(groups)
 
     @torch.no_grad()
     def snapshot(self) -> StoreSnapshot:
-        """Copies, so that training may go on. A sum that waits is not part of it."""
-        states = self._stepper.states() if self._stepper else [{} for _ in self.pieces]
-        return StoreSnapshot(self.version, self.values.clone(), states)
+        """Copy values and states, without the pending sum, so that training may go on."""
+        return StoreSnapshot(self.version, self.values.clone(), self._stepper.states())
 
     @torch.no_grad()
     def restore_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over copies of the optimizer's state by piece, and nothing else."""
-        self._optimizer().restore(states)
+        """Take over copies of the optimizer's state by piece."""
+        self._stepper.restore(states)
 
     @torch.no_grad()
     def restore(
@@ -286,18 +261,14 @@ class Store:
     ) -> None:
         """Take over copies of values, of the optimizer's state by piece, or of both.
 
-        Everybody must fetch all values again. `version` goes on from a saved job's; it never falls.
-        What waited in the sum is thrown away.
+        All workers must fetch all values again. `version` continues that of a saved job. The
+        pending sum is discarded.
         """
-        if version is not None and version < self.version:
-            raise UsageError(f"version {version} is older than {self.version}, reached here.")
-        if values is not None and values.shape != self.values.shape:
-            raise UsageError(f"{values.numel()} values for pieces of {self.count} elements.")
         if states is not None:
-            self._optimizer().restore(states)
+            self._stepper.restore(states)
         self.version = self.version if version is None else version
         if values is not None:
             self.values.copy_(values)
-            # one more than now: who holds this very version has it from before
+            # one more than now: a worker with this version has it from before
             self._changed = [self.version + 1] * len(self.pieces)
         self.sum.clear()

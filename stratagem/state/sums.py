@@ -1,11 +1,11 @@
-"""Gradients added up until the next update, and where each piece lies in flat memory.
+"""The sum of gradients until the next update, and where each piece lies in flat memory.
 
-Dense gradients meet in one flat block of memory, in float32 at least whatever they came in. Which
-pieces have something in them is kept beside it: the first gradient of a piece is written, not
-added, so that nothing is ever filled with zeros. Sparse gradients wait as rows.
+Dense gradients are added in one flat block of memory, in float32 at least. The first gradient of a
+piece is written, not added, so that memory is never filled with zeros. Sparse gradients are kept as
+rows.
 
-The pieces of one server lie one after the other. A gradient may also come with the pieces that were
-not used left out; then the remaining pieces move up:
+The pieces of one server lie one after the other. A gradient may leave out the pieces that were not
+used; the remaining ones then move up:
 
     all pieces        [ 0 0 0 | 1 1 | 2 2 2 2 ]
     just the used     [ 0 0 0 | 2 2 2 2 ]            used = [True, False, True]
@@ -26,7 +26,7 @@ from stratagem.errors import UsageError
 
 
 class PieceRun(NamedTuple):
-    """Neighbouring pieces to be treated alike: lo..hi here, from `at` on in what was given."""
+    """Neighbouring pieces to be treated alike: lo..hi here, from `at` on in the gradient."""
 
     lo: int
     hi: int
@@ -35,7 +35,7 @@ class PieceRun(NamedTuple):
 
 
 class PieceLayout:
-    """Shapes, sizes and places of pieces."""
+    """Shapes, sizes and offsets of pieces."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = list(shapes)
@@ -47,18 +47,16 @@ class PieceLayout:
         ]
 
     def flags(self, used: Sequence[bool] | None) -> list[bool]:
-        """Which pieces are used; all of them if nothing is said."""
+        """Return for each piece whether it is used; None means all."""
         if used is None:
             return [True] * len(self.sizes)
-        if len(used) != len(self.sizes):
-            raise UsageError(f"{len(used)} flags for {len(self.sizes)} pieces of a gradient.")
         return [bool(flag) for flag in used]
 
     def places(self, grad: Tensor, flags: Sequence[bool]) -> list[int]:
-        """Where each piece begins in `grad`, which holds all pieces or just the used ones."""
+        """Return where each piece begins in `grad`, which has all pieces or the used ones."""
         sizes = [size if flag else 0 for size, flag in zip(self.sizes, flags, strict=True)]
         few = sum(sizes)
-        if grad.dim() != 1 or not grad.is_floating_point() or grad.numel() not in (self.count, few):
+        if grad.numel() not in (self.count, few):  # it may have come from the network
             raise UsageError(
                 f"a gradient of shape {tuple(grad.shape)}, {grad.dtype}, came for pieces of "
                 f"{self.count} elements, {few} of them used: it must be flat and floating point."
@@ -68,7 +66,7 @@ class PieceLayout:
         return list(accumulate(sizes, initial=0))[:-1]
 
     def view(self, flat: Tensor, piece: int, at: int) -> Tensor:
-        """The piece in a contiguous flat tensor; a single call, since there may be hundreds."""
+        """Return a piece of a contiguous flat tensor; one call, as there may be hundreds."""
         return flat.as_strided(self.shapes[piece], self._strides[piece], flat.storage_offset() + at)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -77,7 +75,7 @@ class PieceLayout:
     def runs(
         self, flags: Sequence[bool], places: Sequence[int], alike: Sequence[bool]
     ) -> Iterator[PieceRun]:
-        """The flagged pieces, neighbours together as long as they are alike."""
+        """Yield runs of flagged neighbouring pieces that are alike."""
         lo = hi = at = -1
         kind = False
         for start, size, flag, place, this in zip(
@@ -95,7 +93,7 @@ class PieceLayout:
 
 
 _CHUNK, _ROW = 1 << 16, 1 << 10
-#: pieces of so few elements are copied in the time that a view of one takes to make
+#: pieces with fewer elements are copied as fast as views of them are made
 _SMALL = 1 << 13
 
 
@@ -121,7 +119,7 @@ class GradientSum:
         return self._touch()[1]
 
     def _touch(self) -> tuple[Tensor, list[Tensor]]:
-        """The memory, taken when first needed: one push at a time never needs it."""
+        """Allocate the memory when first needed: updates by single pushes never need it."""
         if self._memory is None:
             flat = torch.empty(self.layout.count, dtype=self.dtype, device=self.device)
             self._memory = flat, self.layout.views(flat)
@@ -151,17 +149,6 @@ class GradientSum:
 
     def add_rows(self, piece: int, rows: Tensor, values: Tensor, factor: float) -> None:
         shape = self.layout.shapes[piece]
-        if not shape:
-            raise UsageError("a scalar has no rows; add its gradient whole.")
-        if rows.dtype is not torch.int64 or rows.dim() != 1:
-            raise UsageError(f"rows are a flat int64 tensor, not {rows.dtype} of {rows.dim()}-d.")
-        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= shape[0]):
-            raise UsageError(f"rows outside of 0..{shape[0] - 1}, which is all the piece has.")
-        if values.numel() != len(rows) * math.prod(shape[1:]) or not values.is_floating_point():
-            raise UsageError(
-                f"{len(rows)} rows of {tuple(shape[1:])} cannot have values of "
-                f"shape {tuple(values.shape)}, {values.dtype}."
-            )
         values = values.reshape(len(rows), *shape[1:])
         values = values.to(device=self.device, dtype=self.dtype, copy=True).mul_(factor)
         rows = rows.to(device=self.device, copy=True)
@@ -172,7 +159,7 @@ class GradientSum:
         return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, check_invariants=False)
 
     def copy(self) -> list[Any]:
-        """All that waits, as a tree."""
+        """Copy the pending sum, as a tree."""
         rows = {
             str(piece): [[part._indices()[0].cpu(), part._values().cpu()] for part in parts]
             for piece, parts in self._rows.items()
@@ -181,7 +168,7 @@ class GradientSum:
         return [dense, list(self._filled), rows]
 
     def take_over(self, copy: Sequence[Any]) -> None:
-        """Go on with what waits in another sum."""
+        """Continue with a copy of another pending sum."""
         dense, filled, rows = copy
         if dense is not None:
             self.flat.copy_(dense)
@@ -193,14 +180,14 @@ class GradientSum:
     # --- what waits ---------------------------------------------------------------------------
 
     def norm_squared(self, scale: float) -> float:
-        """Of the sum times `scale`."""
+        """Return the squared norm of the sum times `scale`."""
         self._merge()
         dense = [square_sum(self.flat[lo:hi]) for lo, hi in self._spans()]
         rows = [square_sum(self._coalesced(i).values().flatten()) for i in self._rows]
         return math.fsum(dense + rows) * scale * scale
 
     def take(self, scale: float, clip_value: float | None) -> list[Tensor | None]:
-        """The sum times `scale`, clipped, by piece, and nothing waits any more.
+        """Return the sum times `scale`, clipped, by piece, and clear it.
 
         Dense ones are views of the sum's memory: use them before the next `add`.
         """
@@ -217,9 +204,8 @@ class GradientSum:
     def take_one(
         self, grad: Tensor, factor: float, used: Sequence[bool] | None, clip_value: float | None
     ) -> list[Tensor | None]:
-        """`add` and `take` of one gradient, in its own memory if that is of the right kind."""
-        if any(self._filled):
-            raise UsageError("other gradients wait to be applied; add this one to them.")
+        """Do `add` and `take` of one gradient, in its own memory if that fits."""
+        assert not any(self._filled)  # an update by one push waits for no other
         flags = self.layout.flags(used)
         places = self.layout.places(grad, flags)
         fit = grad.dtype is self.dtype and grad.device == self.device and grad.is_contiguous()
@@ -236,14 +222,14 @@ class GradientSum:
         return grads
 
     def _merge(self) -> None:
-        """Rows of a piece that has a dense gradient, too, are added to that."""
+        """Add the rows of pieces that have a dense gradient, too, to that."""
         for i in [i for i in self._rows if self._filled[i]]:
             rows = self._coalesced(i)
             self.views[i].index_add_(0, rows.indices()[0], rows.values())
             del self._rows[i]
 
     def _coalesced(self, piece: int) -> Tensor:
-        """The rows that wait, each once."""
+        """Return the pending rows, each once."""
         parts = self._rows[piece]
         if len(parts) > 1:
             rows = torch.cat([part._indices()[0] for part in parts])
@@ -258,7 +244,7 @@ class GradientSum:
 
 
 def square_sum(flat: Tensor) -> float:
-    """The sum of squares of a flat tensor: of short rows as they are, of all rows in float64."""
+    """Return the sum of squares of a flat tensor, with short rows summed in its own type."""
     even = flat.numel() - flat.numel() % _ROW
     rows = torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1).double()
     rest = flat[even:].double()
@@ -266,7 +252,7 @@ def square_sum(flat: Tensor) -> float:
 
 
 def distance_squared(a: Tensor, b: Tensor) -> float:
-    """The squared distance of two flat tensors, without a copy of all of them."""
+    """Return the squared distance of two flat tensors, without full-size copies."""
     wide = torch.float64 if a.dtype is torch.float64 else torch.float32
     return math.fsum(
         square_sum(x.to(wide) - y.to(x.device, wide))

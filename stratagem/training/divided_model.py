@@ -257,9 +257,8 @@ class DividedPasses(LedLoop):
         return True
 
     def _home(self, part: OwnPart) -> Tensor:
-        """This part's place in the shared gradient."""
-        whole = self._lent(self._places[part.param])
-        return whole if part.division is None else part.division.part(whole, self._replica.index)
+        """Where the gradient of a part lies."""
+        return part.of(self._lent(self._places[part.param]))
 
     # --- updates ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable
 from stratagem.state.factors import Factors
+from stratagem.state.partition import place
 from stratagem.state.shared_model import OwnedState, SharedTensors
 from stratagem.training.exchange import GradientExchange, write_notes
 from stratagem.training.replica import Replica
@@ -122,17 +123,6 @@ class ShardedExchange(GradientExchange):
 # is created where a parameter is stepped, and the first replica sees all of it.
 
 
-def divided(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide parameters among `count` replicas, nearly the same number of elements to each."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    load = [0] * count
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        least = load.index(min(load))
-        found[least].append(i)
-        load[least] += sizes[i]
-    return [sorted(each) for each in found]
-
-
 def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
     """Refuse parameters or an optimizer that replicas cannot update in parts."""
     if not replica.collective.shares_memory:
@@ -156,8 +146,8 @@ class SharedUpdate:
         collective = sharing(replica.collective)
         self._replica, self._collective = replica, collective
         params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-        mine = divided([p.numel() for p in params], replica.count)[replica.index]
-        self._owned = {params[i] for i in mine}
+        homes = place([p.numel() for p in params], replica.count)
+        self._owned = {p for p, home in zip(params, homes, strict=True) if home == replica.index}
         self._others = [p for p in params if p not in self._owned]
         self._shared = SharedTensors(params, collective)
         self._state = OwnedState(optimizer, self._owned, leads=replica.leads)

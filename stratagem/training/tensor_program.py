@@ -38,12 +38,12 @@ class OwnParts:
             if division is not None:
                 leaf = nn.Parameter(division.part(param.data, rank), param.requires_grad)
                 self._leaves[param] = leaf
-                self.own.append(OwnPart(param, division, leaf, rank == 0))
+                self.own.append(OwnPart(param, division, leaf, rank == 0, rank))
                 continue
             owner = loads.index(min(loads))
             loads[owner] += param.nbytes
             if owner == rank:
-                self.own.append(OwnPart(param, None, param, True))
+                self.own.append(OwnPart(param, None, param, True, rank))
 
     def of(self, tensor: Tensor | None) -> Tensor | None:
         """The part of a tensor that this process computes with, or the tensor if it is whole."""

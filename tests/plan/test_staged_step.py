@@ -32,9 +32,9 @@ from stratagem.plan.divided_profile import divided_layers
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile, StageTime
 from stratagem.plan.stage_profile import with_stages
-from stratagem.rules.crowded_timeline import crowded_timeline
 from stratagem.rules.layer_split import LayerCost
 from stratagem.rules.schedules import SCHEDULES
+from stratagem.rules.timeline import timeline
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import trace
 from stratagem.training.tensor_program import OPENED
@@ -118,7 +118,7 @@ def test_what_the_stages_own_code_took_counts() -> None:
     alone = tuple(StageTime(n, 2, 2e-3, 4e-3, 0.5e-3, alone=True) for n in (2, 8))
     calm = predict(replace(tried, stage_times=seen + alone), machine, pipeline(2, 2), cal)
     takes = {("F", 1): 6e-3, ("B", 1): 7e-3, ("F", 2): 9e-3, ("B", 2): 13e-3}  # half of it, and 5
-    line = crowded_timeline(SCHEDULES["1f1b"], 2, 4, 1, lambda op, k: takes[op.kind, k])
+    line = timeline(SCHEDULES["1f1b"], 2, 4, 1, lambda op, k: takes[op.kind, k])
     assert 5 * 13e-3 < line.seconds < 5 * 22e-3
     assert calm.step == pytest.approx(line.seconds + 1e-3)
     again = Profile.from_json(json.loads(json.dumps(tried.to_json())))

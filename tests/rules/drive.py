@@ -1,4 +1,4 @@
-"""Driving a ledger by hand: what the tests of the rules have in common."""
+"""Helpers that drive a ledger, for the tests of the rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ledger(updates: Updates, workers: int, batches: int = 0, parts: int = 1) -> 
 
 
 def take(book: Ledger, worker: int) -> Ticket:
-    """A ticket that must be there."""
+    """Take a ticket, which must be there."""
     ticket = book.take(worker)
     assert ticket is not None, f"worker {worker} was refused"
     return ticket
@@ -31,7 +31,7 @@ def take(book: Ledger, worker: int) -> Ticket:
 def push(
     book: Ledger, worker: int, version: int | None = None, weight: float = 1.0
 ) -> tuple[Verdict, Update | None]:
-    """The worker pushes what it holds; then the gate is tried."""
+    """Push the ticket that the worker holds, then try the gate."""
     ticket = book.holds(worker)
     assert ticket is not None, f"worker {worker} holds nothing"
     at = book.version if version is None else version
@@ -40,7 +40,7 @@ def push(
 
 
 def drain(book: Ledger, workers: Iterable[int]) -> list[Update]:
-    """These workers take and push until the epoch is over; the others stand still."""
+    """Let these workers take and push until the epoch is over; other workers stand still."""
     workers = list(workers)
     updates = [update] if (update := book.ripe()) else []
     while not book.over:

@@ -1,4 +1,4 @@
-"""Schedules of pipelines step by step, all operations equally long; and as text."""
+"""Pipeline schedules played with operations of equal length, and drawn as text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run(
 
 
 def draw(schedule: Schedule, devices: int, microbatches: int, parts: int = 1) -> str:
-    """A schedule as text, a line a device; with several parts each operation names its part."""
+    """Draw a schedule as text, one line per device; with several parts operations name theirs."""
     rows = run(schedule, devices, microbatches, parts)
     cells = [[_cell(op, parts) for op in row] for row in rows]
     width = max(len(cell) for row in cells for cell in row)

@@ -285,7 +285,7 @@ def warmed_up_to_two_of_three() -> Ledger:
 
 
 def test_a_worker_that_is_put_out_finishes_what_it_has() -> None:
-    """With fewer workers the warm-up allows fewer; who has a ticket still counts as the last."""
+    """With fewer workers the warm-up allows fewer; a ticket still bounds other workers."""
     book = warmed_up_to_two_of_three()
     book.leave(2)
     assert clocks_that_count(book) == [4, 4], "put out, but it has a ticket"

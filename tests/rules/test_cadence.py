@@ -1,4 +1,4 @@
-"""When replicas meet, and whose weights a replica mixes with its own."""
+"""When replicas synchronise, and how gossip averages their weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stratagem.rules.cadence import Cadence
 
 
 def matrix(graph: str, size: int, turn: int) -> Tensor:
-    """Row i: of whom replica i takes how much."""
+    """Return the weights of gossip: row i is what replica i takes from each replica."""
     found = torch.zeros(size, size, dtype=torch.float64)
     for rank in range(size):
         for other, weight in sg.Gossip(graph).weights(rank, size, turn).items():
@@ -66,7 +66,7 @@ def test_every_fragment_meets_once_in_a_round(parts: int, pace: int, updates: in
 def test_a_part_meets_so_many_updates_after_it_was_sent(
     data: st.DataObject, parts: int, pace: int, updates: int
 ) -> None:
-    """One at a time; `apart` says that it is under way."""
+    """One part at a time is under way, and meanwhile `apart` is true."""
     delay = data.draw(st.integers(0, pace - 1))
     cadence = Cadence(sg.DiLoCo(parts * pace, fragments=parts, overlap=delay))
     sent, met = [], []

@@ -1,4 +1,4 @@
-"""Which number of chunks: all are tried, the fastest stays."""
+"""The number of chunks: all candidates are tried, the fastest is kept."""
 
 from __future__ import annotations
 

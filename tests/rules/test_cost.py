@@ -13,7 +13,7 @@ from tests.rules.drive import ledger
 
 
 def cost(updates: Updates, workers: int, rounds: int) -> float:
-    """Processor seconds of a take, a push and a look at the gate, everybody in turn."""
+    """Return the processor seconds of a take, a push and a gate check, with all workers in turn."""
     book = ledger(updates, workers, batches=(rounds + 1) * workers)
     start = time.process_time()
     for _ in range(rounds):

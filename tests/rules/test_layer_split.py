@@ -1,4 +1,4 @@
-"""The split of layers over stages, against all splits there are."""
+"""The split of layers over stages, compared with all possible splits."""
 
 from __future__ import annotations
 

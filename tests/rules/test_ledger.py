@@ -64,7 +64,7 @@ GATES: dict[str, st.SearchStrategy[Updates]] = {
 
 
 class Books(RuleBasedStateMachine):
-    """A ledger, and beside it what a bystander would write down."""
+    """A ledger, and an independent record of what happens."""
 
     gate: st.SearchStrategy[Updates]
 
@@ -120,7 +120,7 @@ class Books(RuleBasedStateMachine):
         assert self.ledger.ripe() is None
 
     def check(self, update: Update, left: int, alive: int) -> None:
-        """What an update is made of."""
+        """Check what an update is made of."""
         assert update.version == self.version == self.ledger.version
         assert update.divisor == sum(push.weight for push in update.pushes)
         assert 0 < update.rate <= 1
@@ -223,7 +223,7 @@ class Books(RuleBasedStateMachine):
         self.work(seed, 60)
 
     def work(self, seed: int, moves: int) -> None:
-        """A stretch of ordinary work: some are quick, some slow, a few give up or fail."""
+        """Ordinary work: some workers are quick, some slow, a few give up or fail."""
         chance = random.Random(seed)
         if not self.closed and not self.ledger.states.queue:
             self.deal(chance.randint(1, 15), chance.randint(1, 4))
@@ -385,7 +385,7 @@ class Books(RuleBasedStateMachine):
                 assert not self.ledger.offer(worker), "allowed now, and nobody said so"
 
     def counts_are_true(self) -> None:
-        """What is counted along equals what a search finds."""
+        """Counters equal what a search of the state finds."""
         table = self.ledger.states
         members = list(table.active_workers._order)
         assert {member.worker for member in members} == self.alive
@@ -407,7 +407,7 @@ class Books(RuleBasedStateMachine):
             assert not any(self.ledger.late(worker) for worker in self.alive)
 
     def teardown(self) -> None:
-        """Everybody finishes what is left, but for as many as may stand still."""
+        """All workers finish the epoch, but for as many as may stand still."""
         if not hasattr(self, "ledger"):
             return
         if not self.alive:

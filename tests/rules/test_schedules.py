@@ -46,7 +46,7 @@ def test_every_microbatch_goes_forward_and_then_backward_once(
 def test_nobody_waits_for_ever(
     name: str, devices: int, microbatches: int, parts: int, slots: int
 ) -> None:
-    """Over channels that block when their slots are full, and over ones that never do."""
+    """Over channels of limited and of unlimited size."""
     parts = _parts(name, parts)
     if name == "interleaved" and parts > 1:
         slots += devices * parts  # what the strategy gives them
@@ -83,7 +83,7 @@ def test_who_runs_ahead_waits_for_no_message(
     def whole(schedule: schedules.Schedule) -> float:
         takes = {"F": 1.0, "B": backward}
         shape = (devices, microbatches, 1)
-        ops = (lambda op: takes[op.kind], lambda op: HandOver(0.0, late))
+        ops = (lambda op, k: takes[op.kind], lambda op: HandOver(0.0, late))
         return timeline(schedule, *shape, *ops).seconds
 
     least = (microbatches + devices - 1) * (1 + backward) + 2 * (devices - 1) * late
@@ -112,7 +112,7 @@ def test_waves_of_chunks_go_to_the_end_and_back(devices: int, chunks: int, slots
 
 
 def test_a_channel_that_is_too_narrow_is_seen() -> None:
-    """The trial itself can fail: a device that waits for what comes later."""
+    """The check itself can fail: here a device waits for a later result."""
 
     def backward_first(device: int, devices: int, microbatches: int, parts: int = 1):  # type: ignore[no-untyped-def]
         return reversed(list(gpipe(device, devices, microbatches, parts)))

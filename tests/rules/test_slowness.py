@@ -1,4 +1,4 @@
-"""Who is slow is named with the reason, and nobody is named for jitter."""
+"""Slow tasks are named with the reason; jitter names none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASONS = {"compute": "computes", "load": "loads data", "link": "link"}
 def drive(
     dice: random.Random, tasks: int, steps: int, line: int, slow: dict[str, float], jitter: float
 ) -> list[Finding]:
-    """Samples of `line` steps of every task; the last one has `slow` seconds more of something."""
+    """Feed samples of `line` steps of every task; the last task is slower by `slow` seconds."""
     rule, found = SlowRule(), []
     for _ in range(0, steps, line):
         for task in range(tasks):
@@ -73,7 +73,7 @@ def test_the_slow_one_is_named_once_with_the_reason(
 
 
 def feed(rule: SlowRule, steps: int, times: float, **of_slow: float) -> list[int]:
-    """At which steps the second of two tasks is named, which takes `times` as long."""
+    """Return the steps at which the second of two tasks is named, which takes `times` as long."""
     named = []
     for step in range(1, steps + 1):
         rule.add("a", Sample(1, 0.01, 0, 0, 0))
@@ -95,7 +95,7 @@ def test_whoever_was_fast_again_can_be_named_again() -> None:
 
 
 def test_what_is_not_slow() -> None:
-    """A pause now and then, a larger share of a small batch, and differences that nobody feels."""
+    """Rare pauses, a larger share of a small batch, and tiny differences are not slow."""
     rule = SlowRule()
     for step in range(200):
         rule.add("a", Sample(1, 0.01, 0, 0, 0))

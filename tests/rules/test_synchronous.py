@@ -1,4 +1,4 @@
-"""Synchronous updates: the answer of one device, and spare replicas."""
+"""Synchronous updates: the result of one device, and spare workers."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nobody_starts_on_the_next_batch() -> None:
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 999))
 def test_everybody_has_a_part_of_each_batch(workers: int, cuts: list[int], seed: int) -> None:
-    """Whoever is quick: none has two while another has none, and worker 0 has exactly one."""
+    """No worker has two parts while another has none, and worker 0 has exactly one."""
     chance = random.Random(seed)
     book = ledger(Synchronous(), workers)
     parts = [min(cut, workers) for cut in cuts]
@@ -88,7 +88,7 @@ def test_everybody_has_a_part_of_each_batch(workers: int, cuts: list[int], seed:
 
 @given(st.integers(2, 5), st.integers(0, 999))
 def test_worker_0_has_one_part_of_each_batch_unless_alone(workers: int, seed: int) -> None:
-    """While others die, come back, and go past parts without a gradient."""
+    """Also while other workers die, come back, and skip parts."""
     chance = random.Random(seed)
     book = ledger(Synchronous(), workers, batches=6, parts=workers)
     had: dict[int, int] = {}
@@ -270,7 +270,7 @@ def test_fewer_make_an_update_at_the_end_of_the_epoch() -> None:
 def test_as_many_as_there_are_spares_may_stand_still(
     batches: int, dead: int, holding: bool
 ) -> None:
-    """Stopped, but not known to be dead; with or without a ticket; others dead besides."""
+    """Workers stand still undetected, with or without a ticket, while others are dead."""
     book = ledger(Synchronous(spares=2), 6, batches)
     if holding:
         for worker in (0, 1):
@@ -410,7 +410,7 @@ def test_epochs_follow_each_other_with_new_serials() -> None:
 
 
 def test_what_is_given_up_is_nobodys() -> None:
-    """Not even if it comes back from one who had it in hand."""
+    """Not even if a worker that held it puts it back."""
     book = ledger(Synchronous(), 2, batches=2, parts=2)
     take(book, 0)
     book.open_epoch()

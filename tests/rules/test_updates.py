@@ -1,4 +1,4 @@
-"""Updates and policies as users write them: settings that travel, and what staleness costs."""
+"""The settings `updates=`: they travel as plain values, and act on stale gradients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ def test_there_and_back(updates: Updates) -> None:
     plain = json.loads(json.dumps(updates.to_json()))
     back = from_json(plain)
     assert back == updates and type(back) is type(updates) and hash(back) == hash(updates)
-    assert type(updates).from_json(plain) == updates
 
 
 def test_a_list_of_policies_is_kept_as_a_tuple() -> None:
@@ -66,36 +65,31 @@ def test_a_list_of_policies_is_kept_as_a_tuple() -> None:
 
 def test_what_is_left_out_has_its_default() -> None:
     assert from_json({"kind": "Asynchronous"}) == Asynchronous()
-    assert Policy.from_json({"kind": "Drop"}) == Drop()
+    assert from_json({"kind": "Drop"}) == Drop()
 
 
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        ({"kind": "Synchronous", "spare": 1}, "no setting 'spare'; it has requeue, spares"),
-        ({"kind": "Asynchronous", "delay": 1}, "no setting 'delay'"),
-        ({"kind": "Sometimes"}, "does not describe"),
-        ({}, "does not describe"),
+        ({"kind": "Synchronous", "spare": 1}, "'spare'.* Do all tasks run one"),
+        ({"kind": "Asynchronous", "delay": 1}, "unexpected .* 'delay'"),
+        ({"kind": "Sometimes"}, "there is no kind"),
+        ({}, "there is no kind"),
         ({"kind": "Synchronous", "spares": -1}, "at least 0, not -1"),
         ({"kind": "Synchronous", "spares": True}, "not True"),
         ({"kind": "Synchronous", "requeue": "no"}, "True or False, not 'no'"),
         ({"kind": "Asynchronous", "buffer": 0}, "at least 1, not 0"),
         ({"kind": "Asynchronous", "bound": -1}, "at least 0, not -1"),
-        ({"kind": "Asynchronous", "warmup": {"kind": "Ramp", "step": 1}}, "no setting 'step'"),
-        ({"kind": "Asynchronous", "staleness": [{"kind": "Hope"}]}, "no Policy .* 'Hope'.*Drop"),
-        ({"kind": "Asynchronous", "staleness": [{"kind": "Record"}]}, "no Policy"),
-        ({"kind": "Asynchronous", "staleness": [{"kind": "Drop", "times": 1}]}, "no setting"),
-        ({"kind": "Asynchronous", "staleness": [{"kind": "LowerRate", "times": 1}]}, "factor"),
+        ({"kind": "Asynchronous", "warmup": {"kind": "Ramp", "step": 1}}, "unexpected .* 'step'"),
+        ({"kind": "Asynchronous", "staleness": [{"kind": "Hope"}]}, "no kind .* 'Hope'.*Drop"),
+        ({"kind": "Asynchronous", "staleness": [{"kind": "Record"}]}, "no kind"),
+        ({"kind": "Asynchronous", "staleness": [{"kind": "Drop", "times": 1}]}, "unexpected"),
+        ({"kind": "Asynchronous", "staleness": [{"kind": "LowerRate", "times": 1}]}, "unexpected"),
     ],
 )
 def test_nothing_unknown_is_let_in(plain: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         from_json(plain)
-
-
-def test_a_kind_asks_for_its_own() -> None:
-    with pytest.raises(UsageError, match="no Drop of the kind 'ScaleDown'; there are Drop"):
-        Drop.from_json(ScaleDown().to_json())
 
 
 @pytest.mark.parametrize(

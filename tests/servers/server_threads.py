@@ -1,4 +1,4 @@
-"""A job without processes: servers in threads of this one, and workers of theirs."""
+"""A job within one process: servers in threads, and their workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.ports import free_ports
 
 
 class Office:
-    """Servers in threads of this process, and workers of theirs."""
+    """Servers in threads of this process, and their workers."""
 
     def __init__(
         self,

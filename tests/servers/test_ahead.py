@@ -1,4 +1,4 @@
-"""The ticket that comes with the answer to a push: what becomes of it when things change."""
+"""The ticket that comes with the answer to a push, when things change meanwhile."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FRESH = "stratagem.servers.client._FRESH"
 
 @pytest.fixture(autouse=True)
 def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine: nothing is fetched anew unless a test says so."""
+    """Fetch no values again unless a test asks for that, even on a slow machine."""
     monkeypatch.setattr(FRESH, 1e9)
 
 
@@ -123,7 +123,7 @@ def test_it_comes_with_the_newest_values(
 
 
 def test_values_are_fetched_anew_after_a_pause(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A callback that takes its time: the others have gone on meanwhile."""
+    """During a slow callback other workers go on."""
     chief, other = join(0), join(1)
     chief.worker.deal(1, 0, [(6, 1)], True)
     hand_in(chief, take(chief, 0))  # has 1 in hand now
@@ -141,7 +141,7 @@ def test_values_are_fetched_anew_after_a_pause(join: Any, monkeypatch: pytest.Mo
 
 
 def test_weights_that_are_assigned_put_it_back(join: Any) -> None:
-    """A gradient of the old weights would be worth nothing; the batch is not lost."""
+    """Its gradient would be of the old weights; the batch itself is not lost."""
     chief = join(0)
     chief.worker.deal(1, 0, [(3, 1)], True)
     hand_in(chief, take(chief, 0))
@@ -188,7 +188,7 @@ def test_a_training_that_is_ended_early_puts_it_back(join: Any) -> None:
 
 
 def test_a_snapshot_brings_newer_values_than_it(join: Any) -> None:
-    """The stamp of the next gradient is that of the values that it is computed with."""
+    """The next gradient has the version of the values that it is computed with."""
     chief, other = join(0), join(1)
     chief.worker.deal(1, 0, [(4, 1)], True)
     hand_in(chief, take(chief, 0))  # has 1 in hand now
@@ -208,7 +208,7 @@ def ticket_loader(session: LoopSession, rows: Any) -> TicketLoader:
 
 
 def loop(session: LoopSession) -> Iterator[Tensor]:
-    """One's own loop over single rows, as `prepare` makes it."""
+    """Run a custom loop over single rows."""
     rows: Any = DataLoader(range(ROWS), batch_size=1)  # type: ignore[arg-type]
     tickets = ticket_loader(session, rows)
     session.worker.at_end = tickets.close
@@ -220,7 +220,7 @@ def loop(session: LoopSession) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
-    """Else the others would wait at the end of the epoch for one that does something else."""
+    """Otherwise the other workers would wait for it at the end of the epoch."""
     chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
     mine = loop(chief)
     next(mine)
@@ -244,7 +244,7 @@ def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
 
 
 def test_in_step_there_is_none(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody waits for the version that the push itself may make."""
+    """All workers wait for the version that the push itself may make."""
     monkeypatch.setattr(participants, "GATHERING", 0.0)  # nobody else comes
     monkeypatch.setattr(participants, "BUSY", 0.0)
     chief = join(0, sg.Synchronous())
@@ -257,7 +257,7 @@ def test_in_step_there_is_none(join: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_that_wakes_when_all_is_over_has_the_last_values(join: Any) -> None:
-    """The loop itself brings them: whoever looks at the model behind it sees the result."""
+    """The loop fetches them, so that the model after the loop has the result."""
     chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
     mine = loop(chief)
     next(mine)

@@ -47,7 +47,7 @@ RULES = {
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., sg.ParameterServerStrategy]]:
-    """Local clusters that end with the test."""
+    """Make local clusters that end with the test."""
     several: list[sg.ParameterServerStrategy] = []
 
     def make(**options: Any) -> sg.ParameterServerStrategy:
@@ -60,7 +60,7 @@ def made() -> Iterator[Callable[..., sg.ParameterServerStrategy]]:
 
 
 class ServerKiller:
-    """Kills a server, but the first, while the training makes updates; again when it is back."""
+    """Kills a server (not the first) during updates, and again when it is back."""
 
     def __init__(self, strategy: sg.ParameterServerStrategy, seed: int, limit: int = 100) -> None:
         self._strategy, self._dice, self.limit = strategy, random.Random(seed), limit
@@ -87,7 +87,7 @@ class ServerKiller:
         return 0 if found is None else found.updates
 
     def _whole(self) -> bool:
-        """Whether every shard is held twice, by all that the workers know."""
+        """Return whether every shard has two holders, as far as workers know."""
         worker = worker_group_of(self._strategy).worker
         assert worker is not None
         return all(len(worker.lines.of(i)) == 2 for i in range(1, len(worker.lines)))
@@ -104,7 +104,7 @@ def test_a_shard_lies_on_its_own_server_and_the_next_ones() -> None:
 
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where gradients are scaled, which the first to read them may not do in their place."""
+    """Also with scaled gradients, which no holder may scale in place."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     office = Office(3, 2)
     nets = [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3))) for _ in "ab"]
@@ -138,7 +138,7 @@ def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
-    """The next ticket is not given out before: the worker would write over it."""
+    """The worker gets no ticket before: it would overwrite the gradient."""
     office = Office(2)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     session = office.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), backups=1)
@@ -174,7 +174,7 @@ def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
 def test_servers_are_killed_at_any_moment(
     made: Any, shared: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are those of one device, and others have taken over within two seconds."""
+    """The weights are those of one device, and other servers take over within two seconds."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     x, y = data(120)
     x = x.double()
@@ -298,7 +298,7 @@ def interrupted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_a_server_dies_and_comes_back_while_nobody_speaks_to_it(
     made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With shared memory a worker may still have its line to the process that is dead."""
+    """With shared memory a worker may still have its connection to the dead process."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1")
     strategy = made(workers=2, ps=3, updates=sg.Synchronous())
     steps = []

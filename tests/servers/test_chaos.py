@@ -46,7 +46,7 @@ RULES = [
 
 
 class Chaos:
-    """What is done to whom, when; `victims` are the process ids of the moment."""
+    """Signals processes at random; `victims` returns the present process ids."""
 
     def __init__(self, victims: Callable[[], list[int]], seed: int, longest: float) -> None:
         self._victims, self._dice, self._longest = victims, random.Random(seed), longest
@@ -113,7 +113,7 @@ def scripts() -> Iterator[Nursery]:
 
 @pytest.mark.slow
 def test_chaos_in_a_cluster_of_processes(scripts: Nursery, tmp_path: Path) -> None:
-    """Whoever was killed is started again by hand, until the chief is done."""
+    """Killed processes are restarted by hand until the chief is done."""
     cluster = Cluster(scripts, tmp_path, workers=3)
     seconds = max(4.0, SECONDS / 3)
     source = f"""

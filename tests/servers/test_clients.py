@@ -122,7 +122,7 @@ def all_end(tasks: dict[str, Script], seconds: float = 40.0) -> None:
 
 @pytest.mark.parametrize("updates", ["in_step", "free"])
 def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
-    """Both take part, everything ends by itself and well: ps tasks in the strategy's line."""
+    """Both take part, and everything ends by itself with success, ps tasks, too."""
     tasks = cluster.all(train(updates) + "print('still here', flush=True)")
     all_end(tasks)
     went_well(tasks["worker 0"])
@@ -135,7 +135,7 @@ def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
 
 @pytest.mark.slow
 def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
-    """It has the last values of each, though the chief begins another as soon as it can."""
+    """It gets the last values of each, though the chief begins the next one at once."""
     all_end(
         cluster.all("""
     from stratagem.servers.client import Client
@@ -162,7 +162,7 @@ def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
 
 
 def test_a_strategy_that_its_function_forgets_says_goodbye_all_the_same(cluster: Cluster) -> None:
-    """Nobody holds it any more when the script ends: the others must not take that for a death."""
+    """It is garbage when the script ends, which other tasks must not take for a death."""
     all_end(
         cluster.all("""
     import gc
@@ -201,7 +201,7 @@ def test_a_server_that_waits_for_others_ends_when_it_is_told(cluster: Cluster) -
 
 
 def test_sigterm_to_the_chief_ends_the_training_of_all(cluster: Cluster) -> None:
-    """Saved, and with the code that says so: no script goes on as if the training were done."""
+    """It is saved, and the exit code says so: no script goes on as if the training were done."""
     source = """
     class End(sg.callbacks.Callback):
         def on_batch_end(self, batch, logs=None):
@@ -241,7 +241,7 @@ def test_under_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
-    """Twice: each time the other one holds its shard, and it gets that back."""
+    """Twice: each time the other server holds its shard and sends it back."""
     (tmp_path / "train.py").write_text(
         HEAD
         + """
@@ -306,7 +306,7 @@ except sg.StratagemError as error:
 
 @pytest.mark.parametrize("how", [pytest.param("by_fit", marks=pytest.mark.slow), "by_hand"])
 def test_workers_with_unlike_data_are_told(cluster: Cluster, how: str) -> None:
-    """Tickets name rows, so a split that everybody draws for itself would be several data sets."""
+    """Tickets name rows, so workers with random splits of their own would read other data."""
     source = UNLIKE.replace("how(", f"{how}(")
     all_end(same := cluster.all(source.replace("differs", "0")))
     assert not any("told" in script.out for script in same.values())
@@ -322,7 +322,7 @@ def test_workers_with_unlike_data_are_told(cluster: Cluster, how: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Cluster) -> None:
-    """The chief begins without it, and goes on whatever becomes of it."""
+    """The chief begins without it, and goes on whatever happens to it."""
     source = train("free", epochs=20, pause=0.02)
     tasks = cluster.all(source, but="worker 1")
     chief = tasks["worker 0"]
@@ -364,7 +364,7 @@ def test_one_that_comes_when_all_is_over(
 
 @pytest.mark.slow
 def test_another_takes_the_place_of_one_that_lives(cluster: Cluster) -> None:
-    """The old one is told, and only it ends."""
+    """The old process gets an error, and only it ends."""
     source = f"""
 try:
     {textwrap.indent(train("free", epochs=10, pause=0.02).strip(), "    ").lstrip()}
@@ -383,7 +383,7 @@ except sg.ReplicaError as error:
 
 @pytest.mark.slow
 def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_path: Path) -> None:
-    """What it has in hand when it wakes is nobody's concern any more; it takes part in the next."""
+    """Its gradient is ignored when it wakes, and it takes part in the next training."""
     tasks = cluster.all("""
     import pathlib
     def loss(output, target):
@@ -457,7 +457,7 @@ except sg.ReplicaError as error:
 
 
 def test_what_a_loop_has_caught_is_not_said_again_at_the_end(cluster: Cluster) -> None:
-    """A dead server in a loop of one's own, and an error that the script deals with."""
+    """A server dies in a custom loop, and the script handles the error."""
     tasks = cluster.all("""
     from torch.utils.data import DataLoader, TensorDataset
     from tests.servers.fault_support import BATCH, Counter, by_one
@@ -517,7 +517,7 @@ def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_stood_too_long_is_told(cluster: Cluster) -> None:
-    """The others have done its work; when it wakes it ends with the reason."""
+    """Other workers have done its work; when it wakes it ends with the reason."""
     source = """
 try:
     strategy = made(free, answer=4)
@@ -585,7 +585,7 @@ except sg.ReplicaError as error:
 
 
 def test_ctrl_c_on_a_worker_and_on_the_chief(cluster: Cluster) -> None:
-    """A worker that goes is not missed; without the chief nobody goes on."""
+    """A worker that ends is not waited for; without the chief no task goes on."""
     tasks = cluster.all(CAUTIOUS.format(answer=20))
     chief, worker = tasks["worker 0"], tasks["worker 1"]
     chief.says("epoch 0", 20)

@@ -49,7 +49,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def by_formula(wire: Any, workers: int) -> nn.Module:
-    """Batches in order; every worker's part of a batch is the same rows, so who takes it is one."""
+    """Return batches whose parts have the same rows, so that any worker may take any part."""
     module = copy.deepcopy(mlp().double())
     pushes = [Pushes(wire, dict(module.named_parameters())) for _ in range(workers)]
     x, y = twice(*rows()) if workers == 2 else rows()
@@ -103,7 +103,7 @@ def far(a: nn.Module, b: nn.Module) -> float:
 def test_fit_is_what_the_formula_says(
     workers: int, name: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over sockets, and through shared memory, where it means the same."""
+    """Over sockets and through shared memory alike."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     wire = RECORDS[name]
     expected = by_formula(wire, workers)
@@ -115,7 +115,7 @@ def test_fit_is_what_the_formula_says(
 def test_a_fit_goes_on_bit_for_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every worker with what it had kept."""
+    """Every worker goes on with its own residuals."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     plan = sg.Checkpoints(tmp_path / "whole", every=1, keep=99)
     expected = fitted(RECORDS[name], 2, 1, checkpoint=plan)
@@ -220,7 +220,7 @@ class Branches(nn.Module):
 def test_layers_without_a_gradient_keep_what_they_have(
     way: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces leave while backward makes others; what has no gradient sends nothing."""
+    """Pieces are sent during backward; layers without a gradient send nothing."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if way == "shared memory" else "0")
     monkeypatch.setattr(transfers, "_MUCH", 0 if way == "beside the computation" else 1 << 30)
     wire, module, alone = RECORDS[name], Branches(), Branches()
@@ -259,7 +259,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("wire", [sg.Int8(8), sg.Int8(8, dense_steps=2), sg.TopK(0.5)])
 @pytest.mark.parametrize("memory", ["0", "1"])
 def test_rows_of_a_table(wire: Any, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In eight bits with what was left of each row; by other records as they are."""
+    """Rows are sent in eight bits with residuals, by other compressions as they are."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     module, alone = Table(), Table()
     pushes = Pushes(wire, {"head.weight": alone.head.weight, "head.bias": alone.head.bias})

@@ -1,4 +1,4 @@
-"""A gradient is scaled by how far the weights have moved, in steps of the length that is usual."""
+"""GapAware: a gradient is scaled by how far the weights have moved, in usual step lengths."""
 
 from __future__ import annotations
 

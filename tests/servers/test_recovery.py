@@ -37,7 +37,7 @@ def _in_float64() -> Iterator[None]:
 
 
 class Killer(sg.callbacks.Callback):
-    """Kills servers, each after so many batches that this process has seen."""
+    """Kills each server after so many batches of this process."""
 
     def __init__(self, strategy: Any, kills: dict[int, int]) -> None:
         self._about = (strategy, kills, [0], [])  # not plain: it is no part of a checkpoint
@@ -109,7 +109,7 @@ def test_one_server_and_then_the_first_are_started_again(
 
 @pytest.mark.parametrize(("resumes", "turns"), [(True, 3), (False, 1)])
 def test_another_server_may_be_lost_while_the_first_is_awaited(resumes: bool, turns: int) -> None:
-    """It serves anew, though the chief has not brought a plan yet."""
+    """It starts over, though the chief has not sent a plan yet."""
     made: list[Server] = []
     some = plan_with(torch.optim.SGD, sg.Synchronous())
 
@@ -139,7 +139,7 @@ def test_shuffled_rows_of_a_loader_come_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_asynchronous_workers_count_every_row_once_an_epoch(tmp_path: Path) -> None:
-    """In the weights that are left; what was counted since the checkpoint is gone with it."""
+    """In the final weights; counts since the checkpoint are undone."""
     with closing(local(workers=2, ps=2)) as strategy:
         killer = Killer(strategy, {8: 1})
         counted = count(strategy, 2, 0.01, callbacks=[killer], checkpoint=str(tmp_path))

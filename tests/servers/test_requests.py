@@ -1,4 +1,4 @@
-"""The table of requests: who may ask for what, and with which arguments."""
+"""The table of requests: permitted senders, and types of arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VALUES: list[Any] = [1, True, "text", [], {}]
 
 
 def test_requests_that_are_refused() -> None:
-    """Of another worker than the chief, before joining, with a wrong argument; the job goes on."""
+    """Not from the chief, before joining, or with a wrong argument; the job goes on."""
     office = Office(1, staff=2)
     other = office.workers[1]
     for name, request in REQUESTS.items():

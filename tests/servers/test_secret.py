@@ -1,4 +1,4 @@
-"""Off loopback nobody listens without a chosen secret, unless told to."""
+"""Beyond loopback no server listens without a secret, unless that is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's threads: several are tried, and what is faster is kept."""
+"""Numbers of a server's threads: several are tried, the fastest is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CORES = 3
 
 
 def threads_of_updates(shard: Shard) -> set[int]:
-    """As the server's own threads carry orders out: each is a thread of its own to torch."""
+    """Carry orders out in new threads, for which torch keeps its own number of threads."""
     seen: set[int] = set()
 
     def obey() -> None:

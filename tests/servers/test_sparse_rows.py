@@ -1,4 +1,4 @@
-"""Rows of sparse gradients on several servers, some of which get none: as on one device."""
+"""Sparse gradients on several servers, some without rows, equal one device."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def with_servers(session: Session, batches: Sequence[Any]) -> None:
 
 @st.composite
 def jobs(draw: Any) -> tuple[list[int], list[Any]]:
-    """How long the tables are, and batches of which some touch few rows, none, or no table."""
+    """Draw table lengths, and batches that touch few rows, none, or no table."""
     rows = draw(st.lists(st.integers(1, 30), min_size=1, max_size=3))
 
     def ids(length: int) -> Any:
@@ -149,7 +149,7 @@ def test_as_on_one_device(
 
 @pytest.mark.parametrize("near", [True, False])
 def test_what_was_dropped_or_given_up_leaves_nothing_behind(near: bool) -> None:
-    """Rows of it may lie on a desk still, or wait to be sent."""
+    """Its rows may still be in a slot, or wait to be sent."""
     office = Office(2, staff=2)
     sessions = []
     for i, worker in enumerate(office.workers):

@@ -1,4 +1,4 @@
-"""One's own loop with servers does what it does on one device, or is refused in a sentence."""
+"""A custom loop with servers equals one device, or is refused with a sentence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _end() -> Iterator[None]:
 
 
 def alone() -> Any:
-    """One worker that waits for nobody: plain training."""
+    """A single asynchronous worker: plain training."""
     return strategy("1 ps", "asynchronous", 1)
 
 
@@ -149,7 +149,7 @@ def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
 
 
 def scheduled(where: Any, busy: int = -1, absent: int = -1) -> nn.Module:
-    """A rate that falls with each batch; one worker is slow, or leaves at once."""
+    """Train with a rate that falls with each batch; one worker is slow, or leaves at once."""
     x, y, _, _ = digits()
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -193,7 +193,7 @@ def every_other(module: nn.Module, optimizer: Optimizer, batch: Any, number: int
 
 
 def but_dark(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
-    """Some batches are left out, and the optimizer must not count them."""
+    """Skip some batches, which the optimizer must not count."""
     if float(batch[0].mean()) < 0.3:
         return
     backward(module, batch)
@@ -212,7 +212,7 @@ def test_batches_without_a_step_are_done(step: Step) -> None:
 
 @pytest.mark.parametrize("rows", [160, 155, 153])
 def test_in_step_gradients_of_several_batches_add_up(rows: int) -> None:
-    """Also where the last of them is a short one, whose parts have other shares."""
+    """Also if the last batch is short, and its parts have other shares."""
     assert compare(in_step(), every_other, rows=rows) < 1e-5
 
 
@@ -261,7 +261,7 @@ def one_leaves_out(where: Any) -> nn.Module:
 
 
 def test_in_step_one_part_may_be_left_out() -> None:
-    """The others' parts are the batch; what is left out goes to nobody else."""
+    """The other parts make the update; no other worker does the skipped part."""
     where = in_step()
     where.run(one_leaves_out, where)
     books = where.stats()
@@ -289,7 +289,7 @@ def in_halves(where: Any) -> None:
 
 
 def a_part_of_the_data(where: Any) -> None:
-    """What a script for DDP has."""
+    """Take a part of the data, as a script for DDP does."""
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     rows: Any = range(8)
@@ -306,12 +306,12 @@ def both_at_once(where: Any) -> None:
 
 
 def one_within(where: Any) -> None:
-    """A second training while a batch of the first is in hand."""
+    """Begin a second training within a batch of the first."""
     loop(where, lambda *_: both_at_once(where))
 
 
 def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
-    """Two trainings in one run; what follows may reach back for the first one's things."""
+    """Run two trainings; the second may use objects of the first."""
     x, y, _, _ = digits()
     made: list[Any] = []
     for seed in (0, 1):
@@ -410,7 +410,7 @@ def saving(
 
 
 def same(mine: Any, plain: Any, near: float) -> bool:
-    """Whether an optimizer's state and a model's values are those of one device."""
+    """Return whether an optimizer's state and a model's values are those of one device."""
     a, b = mine[0]["state"], plain[0]["state"]
     assert a.keys() == b.keys() and len(a) == 4
     steps = all(float(a[i]["step"]) == float(b[i]["step"]) for i in a)
@@ -518,7 +518,7 @@ def test_what_is_written_in_the_loop_is_refused(where: Any, kind: str) -> None:
 
 
 def leaves(where: Any, first: int) -> nn.Module:
-    """Everybody leaves the loop in mid-epoch; `first` long before the other."""
+    """Leave the loop in mid-epoch on all workers, on `first` long before the other."""
     x, y, _, _ = digits()
     module: Any = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -678,7 +678,7 @@ def shuffled(where: Any, own: bool) -> nn.Module:
 
 
 def shuffled_fit(where: Any, own: bool) -> nn.Module:
-    """The same with sg.Model."""
+    """Do the same with sg.Model."""
     x, y, _, _ = digits()
     model = sg.Model(net(), where)
     model.compile(lambda params: torch.optim.SGD(params, lr=0.5), "cross_entropy")

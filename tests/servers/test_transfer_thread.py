@@ -1,4 +1,4 @@
-"""Threads that carry tensors: gone, and holding nothing, when the interpreter may end."""
+"""Transfer threads end, and free everything, before the interpreter ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_errands_are_forgotten_and_it_leaves() -> None:
-    """Whoever frees tensors in a daemon thread while Python ends is aborted, and all with it."""
+    """A daemon thread that frees tensors while Python ends aborts the process."""
     transfer_thread = TransferThread("test")
     tensor = torch.zeros(3)
     held = weakref.ref(tensor)

@@ -1,4 +1,4 @@
-"""Replicas of one machine, as threads."""
+"""Replicas of one machine, run as threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def give_up(rank: int, seconds: float) -> None:
 
 
 def together(size: int, work: Callable[[SharedMemoryCollective], Any]) -> list[Any]:
-    """What replicas find, a thread each."""
+    """Run replicas, one thread each, and return their results."""
     control = Segment(SharedMemoryCollective.control_size(size))
     members = [SharedMemoryCollective(rank, size, control, give_up) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:

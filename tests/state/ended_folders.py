@@ -23,7 +23,7 @@ KEEP = 2
 
 
 def save(folder: Path, value: float) -> None:
-    """As a training does: in a thread, from a copy."""
+    """Save as a training does: in a thread, from a copy."""
     taken = checkpoint.snapshot(*trained(value), {"value": value}, copy=True)
     writer = CheckpointWriter(CheckpointFolder(folder, KEEP))
     writer.save(taken, {"step": int(value)})
@@ -31,7 +31,7 @@ def save(folder: Path, value: float) -> None:
 
 
 def loaded(folder: Path) -> float | None:
-    """The number of the newest checkpoint, which all parts of it must have."""
+    """Return the number of the newest checkpoint, which all its parts must have."""
     path = CheckpointFolder(folder, KEEP).newest()
     if path is None:
         return None
@@ -45,7 +45,7 @@ def loaded(folder: Path) -> float | None:
 
 
 def survives(folder: Path, value: float, ending: Callable[[int], None], at: int) -> bool:
-    """Save in a process that is ended; whether it came to its end before."""
+    """Save in a process that is killed; return whether it finished before."""
     child = os.fork()
     if child == 0:
         try:
@@ -61,7 +61,7 @@ def survives(folder: Path, value: float, ending: Callable[[int], None], at: int)
 
 
 def try_endings(root: Path, ending: Callable[[int], None], step: int, before: int) -> int:
-    """End at all places, one by one; `before`: how many checkpoints are there."""
+    """Kill a save at every call in turn; `before`: how many checkpoints exist."""
     template = root / f"template-{ending.__name__}-{before}"
     template.mkdir()
     for value in range(1, before + 1):

@@ -56,7 +56,7 @@ def save(folder: Path, value: float) -> None:
 
 
 def loaded(folder: Path) -> float | None:
-    """The number of the checkpoint, which all parts of it must have; None if there is none."""
+    """Return the number of the checkpoint, which all its parts must have; None without one."""
     if not (folder / "m.safetensors").exists():
         return None
     module, optimizer = trained(-1.0)
@@ -68,7 +68,7 @@ def loaded(folder: Path) -> float | None:
 
 
 def check_plain(folder: Path, value: float) -> None:
-    """Nothing is there but two files, which belong together and load without us."""
+    """Check that there are just two files, which belong together and load without us."""
     assert sorted(os.listdir(folder)) == FILES, sorted(os.listdir(folder))
     assert (load_file(folder / "m.safetensors")["weight"] == value).all()
     assert torch.load(folder / "m.state.pt", weights_only=True)["value"] == value
@@ -97,7 +97,7 @@ def end_at_byte(size: int) -> None:
 
 
 def survives(folder: Path, value: float, ending: Callable[[int], None], at: int) -> bool:
-    """Save in a process that is ended; whether it came to its end before."""
+    """Save in a process that is killed; return whether it finished before."""
     child = os.fork()
     if child == 0:
         try:
@@ -113,7 +113,7 @@ def survives(folder: Path, value: float, ending: Callable[[int], None], at: int)
 
 
 def try_endings(root: Path, ending: Callable[[int], None], step: int, *, first: bool) -> int:
-    """End at all places, one by one; a second saving is ended as well, at places that vary."""
+    """Kill a save at every call in turn, and a second save at varying calls."""
     for at in itertools.count(0, step):
         folder = root / f"{ending.__name__}-{first}-{at}"
         folder.mkdir()
@@ -142,7 +142,7 @@ def save_often(folder: Path, first: float) -> int:
 
 
 def load_often(folder: Path) -> int:
-    """Load until the savers have ended."""
+    """Load repeatedly until the saving processes have ended."""
     for number in itertools.count(1):
         loaded(folder)
         if (folder.parent / "saved").exists():

@@ -57,7 +57,7 @@ class Servers:
             store.restore(cut_values(params, own).to(dtype), None)
 
     def flat(self, whole: Sequence[Tensor | None], server: int) -> tuple[Tensor, list[bool]]:
-        """One server's part of a gradient, rubbish where it is unused, and what is used."""
+        """Return one server's part of a gradient, garbage where unused, and what is used."""
         filled = [
             torch.full(shape, 1e9) if tensor is None else tensor
             for tensor, shape in zip(whole, self.shapes, strict=True)

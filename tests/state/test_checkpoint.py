@@ -90,7 +90,7 @@ def test_weights_that_are_not_contiguous(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """A module with more to keep than tensors."""
+    """A module with extra state."""
 
     def __init__(self, kept: Any = None) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_extra_state_that_is_not_plain_is_refused(tmp_path: Path, odd: Any) -> N
 
 
 def test_files_of_two_savings_are_refused(tmp_path: Path) -> None:
-    """Whoever saved was ended between the two: the new state stands beside the old weights."""
+    """A save was killed between the two: the new state stands beside the old weights."""
     one = nn.Linear(2, 2)
     checkpoint.save(tmp_path / "m", one, None, {"epoch": 1})
     old = (tmp_path / "m.safetensors").read_bytes()
@@ -145,7 +145,7 @@ def test_files_of_two_savings_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_without_a_number_are_loaded(tmp_path: Path) -> None:
-    """Those of older versions; but not weights of somebody else's beside our state."""
+    """Those of older versions; but not weights of other programs beside our state."""
     one, other = nn.Linear(2, 2), nn.Linear(2, 2)
     checkpoint.save(tmp_path / "m", one, None, {})
     torch.save({"optimizer": None, "epoch": 3}, tmp_path / "m.state.pt")

@@ -1,4 +1,4 @@
-"""A folder of checkpoints outlives whoever writes into it."""
+"""A folder of checkpoints survives the death of its writer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_damage_is_seen_whatever_file_it_is_in(tmp_path: Path) -> None:
 def test_what_cannot_be_removed_is_told_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An old checkpoint that somebody holds open on a network disk, say."""
+    """For example an old checkpoint that is held open on a network disk."""
 
     def refuse(path: Path) -> None:
         raise OSError("busy")
@@ -104,7 +104,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_schedule_looks_often_and_saves_seldom() -> None:
-    """At 10 ms a step: twice a second a look, and a checkpoint every 3 s or 1000 steps."""
+    """At 10 ms a step: two checks per second, and a checkpoint every 3 s or 1000 steps."""
     schedule = CheckpointSchedule(1000, 3.0, 0, 0.0)
     looks, saved, step = 0, [], 1
     while step < 3000:

@@ -1,4 +1,4 @@
-"""Gradients as factors: whoever has what, the sum is that of one device."""
+"""Gradients as factors: for any mix of factors and products the sum is that of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints outlive whoever writes them: any ending, several writers, damaged files."""
+"""Checkpoints survive killed writers, several writers, and damaged files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_ended_saving_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) ->
 def test_nothing_is_moved_before_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a power cut would show: each move comes after all that it relies on was flushed."""
+    """As after a power cut: each rename comes after a flush of all that it relies on."""
     done: list[tuple[str, str]] = []
     flush, move = os.fsync, os.replace
 
@@ -129,7 +129,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_load_among_many_savings_comes_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a slow disk each reading is overtaken; then others are kept out for one."""
+    """On a slow disk saves overtake each read; then saves are kept out."""
     read, over, found = checkpoint._read_state, threading.Event(), list[float | None]()
     saved = 1
 
@@ -258,7 +258,7 @@ def test_a_number_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
 
 
 def test_what_users_name_alike_is_left_alone(tmp_path: Path) -> None:
-    """Only folders that a saving of this very name has made are removed."""
+    """Only folders made by a save to this very name are removed."""
     for name in ("m.part-1", "m.part-0123456789abcdef0", "other.part-0123456789abcdef"):
         (tmp_path / name).mkdir()
     (tmp_path / "m.part-0123456789abcdef").mkdir()

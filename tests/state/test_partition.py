@@ -117,14 +117,6 @@ def test_the_default_cuts_what_is_large() -> None:
     assert pieces[-1] == Piece(2, 0, 1, pieces[-1].server)
 
 
-def test_pieces_travel() -> None:
-    piece = Piece(3, 1, 7, 2)
-    assert piece.to_json() == [3, 1, 7, 2] and Piece.from_json([3, 1, 7, 2]) == piece
-    for wrong in ([1, 2, 3], [1, 2, 3, -1], [1, 2, 3, "x"], [1, 2, 3, True]):
-        with pytest.raises(UsageError, match="piece"):
-            Piece.from_json(wrong)  # type: ignore[arg-type]
-
-
 def test_refusals() -> None:
     with pytest.raises(UsageError, match="whole number"):
         FixedShards(0)

@@ -131,22 +131,6 @@ def test_only_optimizers_are_built(name: str) -> None:
         build(OptimizerRecipe("torch", name, ({"lr": 0.1, "variables": []},)), [])
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        {"name": "SGD", "groups": []},
-        {"library": "keras", "name": "SGD", "groups": []},
-        {"library": "torch", "name": "SGD", "groups": [], "module": "os"},
-        {"library": "torch", "name": 3, "groups": []},
-        {"library": "torch", "name": "SGD", "groups": [{"lr": 0.1}]},
-        {"library": "torch", "name": "SGD", "groups": [{"variables": ["0"]}]},
-    ],
-)
-def test_only_recipes_are_read(data: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        OptimizerRecipe.from_json(data)
-
-
 def test_dictionaries_are_no_settings() -> None:
     group = {"variables": [0], "lr": {"a": 1}}
     with pytest.raises(NotDistributable, match="'lr'"):

@@ -1,4 +1,4 @@
-"""Which optimizers may be sliced, and what a slice does to their state."""
+"""Slicing optimizers, and their state in shared memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.state.shared_state import SharedState
-from stratagem.state.sliced import can_slice
+from stratagem.state.sliced import SlicePiece, can_slice
 from stratagem.wire.shared_memory import SharedMemoryCollective, slices
 from tests.state.crowd_support import together
 
@@ -23,7 +23,7 @@ def test_elementwise_optimizers_only() -> None:
     assert not can_slice(torch.optim.Rprop(params), params)
 
     class Own(torch.optim.SGD):
-        """May look at whole tensors, for all we know."""
+        """An optimizer that may look at whole tensors."""
 
     assert not can_slice(Own(params), params)
     doubles = [nn.Parameter(torch.zeros(3).double())]
@@ -52,7 +52,7 @@ FORMS: dict[str, Any] = {
 def test_state_in_parts_is_the_same_state(
     form: str, sizes: list[int], count: int, unused: int
 ) -> None:
-    """Each of several replicas moves in what it has, and all of them find the whole."""
+    """Each replica shares its parts, and all of them find the whole state."""
     shapes = [() if size == 0 else (size,) for size in sizes]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer = FORMS[form](params)
@@ -63,10 +63,14 @@ def test_state_in_parts_is_the_same_state(
 
     def work(collective: SharedMemoryCollective) -> None:
         shared = SharedState(optimizer, params, collective)
+        pieces = []
         for i, param in enumerate(params):
             lo, hi = slices(param.numel(), count)[collective.rank]
-            if lo < hi and param in before:
-                shared.move_in(shared.part(before[param], i, lo, hi), i, lo, hi)
+            if lo < hi:
+                flat = param.detach().view(-1)[lo:hi]
+                pieces.append(SlicePiece(param, i, lo, hi, 0, flat, flat))
+        if pieces:
+            shared.take_in(shared.twin(optimizer, pieces), pieces)
         collective.barrier()
         for copied in (True, False):
             found = FORMS[form](params)

@@ -1,4 +1,4 @@
-"""Saved on K servers as torch would save it, and loaded on K' others."""
+"""State saved on K servers as torch would save it, and loaded on K' servers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def grouped(name: str) -> Any:
 @EACH
 @pytest.mark.parametrize(("servers", "others"), [(1, 3), (3, 2), (2, 1), (4, 4)])
 def test_from_k_servers_to_others_and_to_none(name: str, servers: int, others: int) -> None:
-    """plain -> K servers -> K' servers -> plain, a step or two in each: the answer of plain."""
+    """plain -> K servers -> K' servers -> plain, one or two steps in each, equals plain."""
     make = grouped(name)
     params, reference = parameters(), parameters()
     optimizer, whole = make(params), make(reference)
@@ -102,7 +102,7 @@ def test_put_together_is_what_torch_has(name: str) -> None:
 
 
 def test_sparse_state_of_pieces_that_were_never_used() -> None:
-    """Rows of a piece without state are as if never touched; the counter is the furthest."""
+    """Rows of a piece without state are as if never used; the counter is the furthest."""
     params = parameters(shapes=[(6, 2)])
     spread = Servers(params, O.SparseAdam(params), 3)
     spread.stores[1].add_rows(0, torch.tensor([1]), torch.ones(1, 2), 1.0)

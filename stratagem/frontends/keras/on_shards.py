@@ -21,9 +21,10 @@ from stratagem.frontends.keras.on_replicas import OnReplicas
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.stage_variables import refuse_optimizer, slots, square, update
 from stratagem.frontends.keras.step_logs import has_own
+from stratagem.state.partition import place
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training.exchange import GradientExchange, open_exchange
-from stratagem.training.sharded_exchange import ShardedExchange, divided
+from stratagem.training.sharded_exchange import ShardedExchange
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.tree import gather_tree
 
@@ -74,7 +75,8 @@ class ShardSteps(ReplicaSteps):
         self._variables = list(model.trainable_variables)
         params = [v.value for v in self._variables]
         self._shared = SharedTensors([*params, *slots(model.optimizer)], collective)
-        self._mine = divided([p.numel() for p in params], replica.count)[replica.index]
+        homes = place([p.numel() for p in params], replica.count)
+        self._mine = [i for i, home in enumerate(homes) if home == replica.index]
         return open_exchange(named, replica, replace(self.settings, committer=ShardedExchange))
 
     @contextmanager

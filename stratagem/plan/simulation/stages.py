@@ -134,7 +134,7 @@ def _line(scenario: StageScenario, drawn: Seconds) -> Timeline:
     stages, parts, many = scenario.stages, scenario.parts, scenario.microbatches
     share = 1 / (stages * parts * many)
 
-    def seconds(op: Op) -> float:
+    def seconds(op: Op, computing: int) -> float:
         place = 2 * (op.part // stages) + (op.kind == "B")
         kind = scenario.forward if op.kind == "F" else 1 - scenario.forward
         return float(drawn[op.part % stages, op.microbatch, place]) * share * kind

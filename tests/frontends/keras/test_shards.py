@@ -10,13 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from keras import layers
 
 import stratagem as sg
 from stratagem.replicas import follower
-from stratagem.training.sharded_exchange import divided
 from tests.keras_both import alike
 from tests.spread import assert_work, watched
 from tests.support import cpus
@@ -160,11 +157,3 @@ def test_refusals(sharded: sg.ShardedStrategy) -> None:
     doubles = layers.Dense(3, dtype="float64")
     with pytest.raises(sg.NotDistributable, match="share float32"):
         trained(sharded, lambda: keras.Sequential([keras.Input((6,)), doubles]), ADAM, 9)
-
-
-@given(st.lists(st.integers(0, 100), min_size=1), st.integers(1, 5))
-def test_every_variable_has_one_owner(sizes: list[int], count: int) -> None:
-    parts = divided(sizes, count)
-    assert sorted(i for part in parts for i in part) == list(range(len(sizes)))
-    loads = [sum(sizes[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= max(sizes)
