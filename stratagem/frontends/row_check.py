@@ -37,10 +37,9 @@ from stratagem.frontends.row_trials import (
     copied,
     in_place,
     kinds_of,
-    look_at,
 )
 from stratagem.frontends.sources import Portion
-from stratagem.state.change_tracker import requires_grad
+from stratagem.state.change_tracker import module_attributes, requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
@@ -122,7 +121,7 @@ class RowCheck:
             if self._again:
                 trial()
             else:
-                self.recipe.passed.unless_passed(self.verb, partial(self._look, whole), trial)
+                self.recipe.passed.unless_passed(self.verb, partial(self._key, whole), trial)
         except StratagemError:
             raise
         except Exception as error:
@@ -141,11 +140,17 @@ class RowCheck:
             other = other and [other[0], None, None]
         return few_rows(batch, examples, to_device(other, self.replica.device))
 
-    def _look(self, whole: Any) -> list[Any]:
-        """Everything that a trial of these rows depends on, as far as it can be seen."""
-        trained = requires_grad(self.module)
-        owners = [*self.module.modules(), *self._judges()]
-        return [kinds_of(whole), self.recipe.autocast, trained, look_at(owners)]
+    def _key(self, whole: Any) -> list[Any]:
+        """What a trial of these rows depends on, as far as that is cheap to see."""
+        judges = [each for each in self._judges() if isinstance(each, torch.nn.Module)]
+        return [
+            kinds_of(whole),
+            self.recipe.autocast,
+            requires_grad(self.module),
+            dict(self.module.named_modules()),
+            module_attributes(self.module, *judges).seen,
+            self.recipe.loss,
+        ]
 
     def _judges(self) -> list[Any]:
         """The loss, its function and, of a module, the parts."""

@@ -93,16 +93,17 @@ class AttributeTracker:
 
     def mark(self) -> None:
         """Take the attributes as they are now for known."""
-        self._seen = self._look()
+        #: what was there at the mark, which compares with another tracker's
+        self.seen = self._look()
 
     def changes(self) -> list[Change]:
         """The attributes that are new or other ones since the mark."""
         now = self._look()
-        if now == self._seen:
+        if now == self.seen:
             return []
         return [
             (i, name, _portable(vars(self.objects[i])[name]))
-            for i, (old, new) in enumerate(zip(self._seen, now, strict=True))
+            for i, (old, new) in enumerate(zip(self.seen, now, strict=True))
             for name, seen in new.items()
             if name not in old or old[name] != seen
         ]
@@ -111,13 +112,13 @@ class AttributeTracker:
         """All of them, for a copy that was made earlier."""
         return [
             (i, name, _portable(vars(self.objects[i])[name]))
-            for i, each in enumerate(self._seen)
+            for i, each in enumerate(self.seen)
             for name in each
         ]
 
     def values(self) -> list[tuple[Any, dict[str, Any]]]:
         """The objects, each with the values of its plain attributes at the mark."""
-        pairs = zip(self.objects, self._seen, strict=True)
+        pairs = zip(self.objects, self.seen, strict=True)
         return [(obj, {name: vars(obj)[name] for name in seen}) for obj, seen in pairs]
 
     def _look(self) -> list[dict[str, Any]]:
@@ -181,14 +182,15 @@ def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
         attributes[name] = value
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
+def parts_of(*modules: nn.Module) -> list[nn.Module]:
     """All of them but compiled ones, whose attributes are not to be seen."""
-    return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    parts = (part for module in modules for part in module.modules())
+    return [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
 
 
-def module_attributes(module: nn.Module) -> AttributeTracker:
-    """Attributes of a module and its parts, but torch's own, which the mode is not."""
-    return AttributeTracker(parts_of(module), MODULE_ATTRIBUTES - {"training"}, nested=True)
+def module_attributes(*modules: nn.Module) -> AttributeTracker:
+    """Attributes of modules and their parts, but torch's own, which the mode is not."""
+    return AttributeTracker(parts_of(*modules), MODULE_ATTRIBUTES - {"training"}, nested=True)
 
 
 def requires_grad(module: nn.Module) -> list[bool]:
