@@ -1,5 +1,5 @@
-"""What a few rows gave as one batch, against what shares of them gave: the same, to rounding? And
-which such trials a model has passed."""
+"""Comparison of a few rows as one batch with shares of them, to rounding; and which of these
+trials a model has passed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARGIN = 20
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do: to a tensor, to a gradient beside larger ones, and to the loss."""
+    """Relative tolerances: of a tensor, of a gradient beside larger ones, and of the loss."""
 
     own: float
     beside: float
@@ -34,7 +34,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, device: torch.device, runs: Iterable[TrialRun]) -> Tolerance:
-        """By the coarsest numbers in any of the runs.
+        """Choose by the coarsest dtype in any of the runs.
 
         Honest float32 models, as they were made, differ between a batch and its shares by 1.2e-6
         at most on a CPU: 40 layers with norms; 12 of a transformer 4.4e-7, LSTMs over 256 steps,
@@ -51,12 +51,12 @@ class Tolerance:
 
     @property
     def floor(self) -> float:
-        """For what is almost nothing."""
+        """The absolute tolerance of numbers near zero."""
         return min(1e-6, self.own / _MARGIN)
 
     def widened(self, plain: Result, disturbed: Result) -> Tolerance:
-        """By what rounding does here: one result, and what it is if all on the way is rounded
-        otherwise."""
+        """Widen by the rounding seen here: a result, and the same result with every intermediate
+        value rounded otherwise."""
         outputs = [
             float((_plain(a) - _plain(b)).abs().max() / _plain(a).abs().max().clamp(min=1e-300))
             for a, b in zip(plain.outputs, disturbed.outputs, strict=True)
@@ -75,7 +75,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run."""
+    """The outputs, gradients and loss of one run."""
 
     outputs: Sequence[Any]
     gradients: Sequence[Tensor | None]
@@ -83,7 +83,7 @@ class Result:
 
 
 class TrialRun(Protocol):
-    """One batch, or a share of it, that was put through model and loss."""
+    """A batch, or a share of a batch, that was put through model and loss."""
 
     #: the relative rounding of the coarsest numbers in it
     epsilon: float
@@ -97,9 +97,8 @@ def agree(
     whole: TrialRun,
     disturb: Callable[[], TrialRun],
 ) -> None:
-    """Compare; where that fails, once more by what rounding does to these very numbers, which
-    `disturb` tells: near a minimum, say, gradients are the differences of numbers that are almost
-    equal."""
+    """Compare; if that fails, compare again with the tolerance widened by a run with other rounding
+    (`disturb`): near a minimum, for example, gradients are differences of almost equal numbers."""
     try:
         compare(tolerance)
     except NotDistributable:
@@ -107,14 +106,14 @@ def agree(
 
 
 def copied(leaf: Any) -> Any:
-    """What is written to is put back when a run is over."""
+    """Copy a tensor, since dry runs restore what was written."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def compare_outputs(
     verb: str, whole: list[Any], parts: list[list[Any]], tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """Raise if a row's output is another one without the other rows."""
+    """Raise if the output of a row depends on the other rows."""
     told = f"rows of a batch go to several replicas, so they would {verb} something else than one"
     for leaf, *shares in zip(whole, *parts, strict=True):
         if not isinstance(leaf, Tensor) or not all(isinstance(each, Tensor) for each in shares):
@@ -139,7 +138,7 @@ def compare_outputs(
 
 
 def _only_moved(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
-    """Whether it is the order of rows that differs, as that of a trial's permutation does."""
+    """Whether only the order of the rows differs."""
     return not _apart(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
 
 
@@ -154,7 +153,7 @@ def same_rows(whole: Any, part: Any, start: int, count: int, tolerance: Toleranc
 
 
 def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
-    """Along which the shares make up the whole."""
+    """The axes along which the shares make up the whole."""
     if len({each.dim() for each in (leaf, *shares)}) > 1:
         return []
     lengths = [sum(each.shape[axis] for each in shares) for axis in range(leaf.dim())]
@@ -164,7 +163,7 @@ def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
 def in_place(
     whole: Sequence[Tensor | None], parts: list[list[Tensor | None]]
 ) -> list[list[Tensor | None]]:
-    """Gradients of the shares' outputs as parts of that of the whole's, so that they add up."""
+    """Pad the gradients of the shares' outputs to the whole output's shape, so they add up."""
     found: list[list[Tensor | None]] = [[] for _ in parts]
     for leaf, *shares in zip(whole, *parts, strict=True):
         given = [each for each in shares if each is not None]
