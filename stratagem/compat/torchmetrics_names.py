@@ -10,8 +10,6 @@ PRIVATE = {
     "Metric._defaults": "which states a metric has declared, and so which replicas can join",
     "Metric._computed": "the value of before, which is another with the other replicas' states",
     "Metric._to_sync": "keeps compute() from syncing by itself",
-    "Metric._should_unsync": "keeps compute() from forgetting the other replicas' states",
-    "Metric._is_synced": "whether there is something to undo",
-    "Metric._reductions": "how states of several replicas become one, after a restart on fewer",
-    "Metric._update_count": "a metric that counted nothing itself, and holds others' states",
+    "Metric._reductions": "how the states of several replicas become one",
+    "Metric._update_count": "goes with the states: what counted nothing warns when it is computed",
 }

@@ -23,7 +23,7 @@ _NO_CAST = nullcontext()
 
 
 class Training(NamedTuple):
-    """What is trained, and how: all that a step is made from, beside its replica."""
+    """Module, optimizer, recipe and settings, from which a step is made."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -32,7 +32,7 @@ class Training(NamedTuple):
 
 
 class TorchAdapter:
-    """What a step asks of a module, its loss and its optimizer, wherever the gradients go."""
+    """A module with its loss and optimizer, as every step uses them."""
 
     def __init__(
         self, module: nn.Module, optimizer: Optimizer | None, recipe: Recipe, replica: Replica
@@ -169,7 +169,7 @@ def check_rows(parts: Sequence[Any], examples: Sequence[int]) -> None:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Outputs of several shares as one."""
+    """Join the outputs of several shares."""
     if not parts:
         return torch.empty(0)
     first = parts[0]

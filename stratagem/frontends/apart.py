@@ -21,24 +21,24 @@ from stratagem.wire.tree import gather_tree
 
 
 class Apart(Replicated):
-    """A copy of the parameters each, updated by its own gradients between two meetings.
+    """The step of replicas that update their own copies by their own gradients between meetings.
 
-    What the losses of all replicas were is told at meetings, too.
+    Losses, too, are added up over the replicas at meetings.
     """
 
     committer: LocalUpdates
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training, replica)
-        #: numerators and denominators that the others do not know yet, and their global batches
+        #: numerators and denominators since the last meeting, and the rows of their global batches
         self._untold: list[Tensor] = []
         self._totals: list[int] = []
-        #: where replicas may leave: what was counted for metrics here, and everybody's, heard
+        #: where replicas may leave: reads this replica's metric counts, and adds the gathered ones
         self._counts: Callable[[], Any] = lambda: None
         self._hear: Callable[[Sequence[Any]], None] = lambda told: None
 
     def keep_journal(self, journal: FitJournal) -> None:
-        """Replicas may leave: each tells the others at meetings what it has counted, too."""
+        """Gather metric counts at meetings, too, since replicas may leave."""
         gather, cadence = self.before_commit, self.committer.cadence
         self.before_commit = lambda: gather() if cadence.together else None
         self._counts = journal.counts
@@ -94,7 +94,7 @@ class Apart(Replicated):
         return {"losses": losses, "counts": self._counts()}
 
     def _tell(self) -> None:
-        """Add up the losses that nobody else knew of. Collective."""
+        """Add up the losses since the last meeting. Collective."""
         if self._untold:
             everybody = gather_tree(self.replica.collective, self._mine())
             _add_up(everybody, self._totals, self.tally, self._hear)
@@ -113,7 +113,7 @@ def _add_up(
 def tell_late(
     mine: BrokenRound | None, replica: Replica, tally: LossSum, hear: Callable[[Any], None]
 ) -> None:
-    """Tell what was not told when a round broke off, by those who had as much. Collective."""
+    """Add up the losses of a broken round, of replicas as far as the first. Collective."""
     everybody = gather_tree(replica.collective, None if mine is None else mine.untold)
     if mine is not None:
         mine.untold = None

@@ -29,7 +29,7 @@ from stratagem.state.change_tracker import (
 from stratagem.training.replica import Replica
 from stratagem.wire.tree import broadcast_tree
 
-#: follows what callbacks changed on the chief
+#: applies what callbacks changed on the chief
 Listen = Callable[[], Any]
 
 
@@ -43,7 +43,7 @@ class CallbackChanges:
 
     def __init__(self, model: Any, *, own: bool) -> None:
         self._model, self._own = model, own
-        #: whether nobody has to follow; whether all replicas read the chief's very parameters
+        #: whether there is no other replica; whether all replicas share the chief's parameters
         self.alone = self.in_common = False
         #: how often plain attributes have changed: what was traced is to be traced again
         self.followed = 0
@@ -54,7 +54,7 @@ class CallbackChanges:
         self._state: dict[Any, Any] = {}
 
     def mark(self) -> None:
-        """Whatever the model is now is known to every replica."""
+        """Take the model as it is now for known to every replica."""
         if self._model is None or self.alone:
             return
         module = self._model.module
@@ -67,7 +67,7 @@ class CallbackChanges:
 
     @property
     def _quiet(self) -> bool:
-        """Whether there is nobody who could have changed what we do not change ourselves."""
+        """Whether there are no callbacks of the user's, or no replicas to follow them."""
         return self._model is None or self.alone or self._attributes is None
 
     def written(self) -> list[Tensor]:
@@ -92,7 +92,7 @@ class CallbackChanges:
         return now if now != self._trained else None
 
     def unfollowable(self) -> str | None:
-        """What workers of servers do not follow, by its name."""
+        """The name of a change that workers of servers cannot follow, if any."""
         if changed := self.attributes():
             assert self._attributes is not None
             index, name, _ = changed[0]
@@ -111,7 +111,7 @@ class CallbackChanges:
             )
 
     def check_state(self) -> None:
-        """Refuse a change of the optimizer's state, which other replicas have for themselves."""
+        """Refuse a change of the optimizer's state, of which each replica has its own."""
         if not self._quiet and self._state != self._current_state():
             raise NotDistributable(
                 "a callback changed the optimizer's state (model.load does that, too), which the "
@@ -128,13 +128,13 @@ class CallbackChanges:
         return parts, list(map(id, self._trained_params()))
 
     def _current_state(self) -> dict[Any, Any]:
-        """What all replicas share may be written to, but not replaced."""
+        """Of which objects the optimizer's state is made; shared tensors may also be written to."""
         optimizer, params = self._model.optimizer, self._trained_params()
         return state_of(optimizer, params, versions=not self.in_common) if params else {}
 
 
 def share_attributes(module: nn.Module, replica: Replica) -> None:
-    """The chief's switches and plain attributes, on every replica: one may be new. Collective."""
+    """Broadcast the chief's plain attributes, for a replica that has just joined. Collective."""
     mine = None
     if replica.is_chief:
         known = module_attributes(module).everything()
@@ -151,14 +151,14 @@ def _follow(module: nn.Module, trained: list[bool], attributes: list[Any]) -> No
 
 
 class CallTarget(Protocol):
-    """What a call works on."""
+    """The parts of a call that callbacks may change."""
 
     module: nn.Module
     callbacks: Any
 
 
 def news(job: CallTarget, *, written: bool) -> dict[str, Any]:
-    """On the chief: what its callbacks have made of the model."""
+    """On the chief: the message with everything that callbacks changed."""
     changes: CallbackChanges = job.callbacks.changes
     state = [*job.module.parameters(), *job.module.buffers()]
     return {
@@ -170,7 +170,7 @@ def news(job: CallTarget, *, written: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def heed(job: CallTarget, replica: Replica, told: dict[str, Any]) -> None:
-    """Have the model as the chief's callbacks have made it."""
+    """Apply the changes of the chief's callbacks."""
     weights, trained, attributes = told["weights"], told["requires_grad"], told["attributes"]
     if not replica.is_chief:
         if weights is not None and replica.collective.live:  # a standby may share the parameters

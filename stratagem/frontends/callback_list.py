@@ -14,7 +14,7 @@ from stratagem.errors import UsageError
 from stratagem.frontends.callback_changes import CallbackChanges
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
 
-#: Lightning's names, and those for the same here
+#: Lightning's names of hooks, and ours
 _NEVER = {
     "on_fit_start": "on_train_begin",
     "on_fit_end": "on_train_end",
@@ -36,14 +36,14 @@ _NEVER = {
 
 
 def overrides(callback: Callback, name: str) -> bool:
-    """Whether this callback does something there."""
+    """Whether this callback overrides a hook."""
     return getattr(type(callback), name, None) is not getattr(Callback, name) or (
         name in vars(callback)
     )
 
 
 def _refuse_unknown(callback: Callback) -> None:
-    """A method by another library's name would be missed in silence."""
+    """Refuse Lightning's hook names, which would never be called."""
     for name, ours in _NEVER.items():
         if hasattr(callback, name):
             raise UsageError(
@@ -88,7 +88,7 @@ class CallbackList:
         self.changes = CallbackChanges(model if self.callbacks else None, own=own)
 
     def _who(self, *names: str) -> list[Callback]:
-        """Those that do something at one of these."""
+        """The callbacks that override one of these hooks."""
         return [c for c in self.callbacks if any(overrides(c, name) for name in names)]
 
     @classmethod
@@ -101,7 +101,7 @@ class CallbackList:
 
     @property
     def model(self) -> Any:
-        """Whose training this is; None where there are no callbacks."""
+        """The model in training; None where there are no callbacks."""
         return self._model
 
     @property
@@ -253,7 +253,7 @@ class RunningLogs(dict[str, Any]):
 
 
 class LastLogs:
-    """The logs of the last batch, as long as somebody keeps them."""
+    """The logs of the last batch, as long as a callback keeps them."""
 
     def __init__(self) -> None:
         # returns None, and travels by its name, where a lambda travels by its code
@@ -265,6 +265,6 @@ class LastLogs:
         return logs
 
     def keep(self) -> None:
-        """Before the next batch counts: logs that somebody has kept stay those of their batch."""
+        """Read logs that a callback has kept, before the next batch changes the running loss."""
         if (kept := self._told()) is not None:
             kept.keys()

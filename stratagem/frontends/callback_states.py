@@ -1,4 +1,4 @@
-"""What callbacks remember, as plain values that others of their kind go on from.
+"""The state of callbacks as plain values, which other instances of their classes can load.
 
 A callback says it itself by `state_dict` and `load_state_dict`; else it is the plain attributes
 that it has: numbers, words, switches, None, tensors, arrays, and lists, tuples and dicts of them.
@@ -40,19 +40,19 @@ class CallbackStates:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = [each for each in callbacks if not isinstance(each, Progress)]
         self._begun = [_state(each) for each in self._callbacks]
-        #: the same of their first training in this process; other processes have not seen it
+        #: their state at their first training in this process, which other processes do not have
         self._first = [
             vars(each).setdefault(_FIRST, begun)
             for each, begun in zip(self._callbacks, self._begun, strict=True)
         ]
 
     def saved(self) -> list[dict[str, Any]]:
-        """Return what each of them remembers, by its kind."""
+        """Return the state of each callback, by its class."""
         return list(map(_since, self._callbacks, self._begun))
 
     def by_number(self, which: Sequence[Callback] | None = None) -> dict[int, dict[str, Any]]:
-        """The same of some of them, or of all, by their places among them, and with what they
-        remember from earlier trainings: for those of another process, which have seen none."""
+        """Return the state of some callbacks, or of all, by index, earlier trainings included:
+        for the callbacks of another process, which have seen none."""
         return {
             number: _since(each, first)
             for number, (each, first) in enumerate(zip(self._callbacks, self._first, strict=True))
@@ -60,13 +60,13 @@ class CallbackStates:
         }
 
     def reset(self) -> None:
-        """Have them remember what they did when their training began, and no more."""
+        """Put the callbacks back to their state when the training began."""
         for callback, begun in zip(self._callbacks, self._begun, strict=True):
             _reset(callback, begun)
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Have each go on from what the one of its kind remembered, and no more; the first from
-        the first."""
+        """Load into each callback the saved state of its class; the first takes the first of the
+        class."""
         left = list(saved)
         for callback, begun in zip(self._callbacks, self._begun, strict=True):
             kind = type(callback).__name__
@@ -110,7 +110,7 @@ def _has_own(obj: Any) -> bool:
 
 
 def _is_trained(value: Any, model: Any) -> bool:
-    """Whether it is what the callback's model trains, or a part of that, or has it as a part."""
+    """Whether a module is, contains or is a part of the module in training."""
     root = getattr(model, "module", None)
     if isinstance(value, nn.Module) and isinstance(root, nn.Module):
         return root in value.modules() or value in root.modules()
@@ -150,7 +150,7 @@ def _member(value: Any) -> Any:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is a part of one of our own callbacks."""
+    """Whether an object belongs to one of our own callbacks."""
     kind = type(value)
     return kind.__module__ == Callback.__module__ and not isinstance(value, Callback | type)
 
@@ -187,7 +187,7 @@ def _copied(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """What `_copied` was given."""
+    """The value that `_copied` was given."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return value[_ARRAY].numpy()

@@ -1,4 +1,4 @@
-"""What an epoch has added up so far: the loss, and what metrics have counted."""
+"""The running sums of an epoch: the loss, and the counts of metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LossSum:
-    """The loss over all examples so far; losses stay on the device until somebody asks."""
+    """The loss over all examples so far; losses stay on the device until they are read."""
 
     _KEEP = 256
 
@@ -47,18 +47,18 @@ class LossSum:
         return self._sum / self.examples if self.examples else float("nan")
 
     def total(self) -> list[Any]:
-        """The sum of losses, each times its examples; and of the examples."""
+        """The sum of losses, each times its examples, and the number of examples."""
         self._fold()
         return [self._sum, self.examples]
 
     def state(self) -> dict[str, Any]:
-        """What was added up, for `load_state` of another."""
+        """The sums, for `load_state`."""
         losses = torch.stack(self._losses).cpu() if self._losses else None
         found = {"examples": self.examples, "sum": self._sum, "losses": losses}
         return found | {"totals": list(self._totals)}
 
     def load_state(self, state: dict[str, Any], device: torch.device | None = None) -> None:
-        """Go on from there; losses that were not folded yet are not now, so that no bit differs."""
+        """Go on from these sums; losses that were not folded stay so, for the same bits."""
         self.examples, self._sum = int(state["examples"]), float(state["sum"])
         self._losses = []
         if state["losses"] is not None:
@@ -66,7 +66,7 @@ class LossSum:
         self._totals = list(state["totals"])
 
 
-# --- what a metric has counted, as plain tensors that another one goes on from --------------------
+# --- the counts of a metric, as plain tensors -----------------------------------------------------
 
 
 def counts_of(metric: torchmetrics.Metric) -> dict[str, Any]:
@@ -76,12 +76,17 @@ def counts_of(metric: torchmetrics.Metric) -> dict[str, Any]:
 
 
 def own_counts(metric: torchmetrics.Metric) -> dict[str, Any]:
-    """Return a metric's own states themselves, which the metric is to give up for others."""
+    """Return a metric's states without a copy, for a metric that is given other states next."""
     return {"updates": int(metric._update_count), "states": dict(metric.metric_state)}
 
 
-def take_counts(metric: torchmetrics.Metric, saved: Sequence[dict[str, Any]]) -> None:
-    """Have a metric go on from the states of one, or from those of several as if it were one."""
+def take_counts(
+    metric: torchmetrics.Metric, saved: Sequence[dict[str, Any]], *, last: bool = False
+) -> None:
+    """Load the states of one or several metrics, joined as if one metric had counted everything.
+
+    `last`: the metric is computed next and counts nothing more, so a state without a reduction may
+    be what torchmetrics makes of it, the states of all in one tensor."""
     metric._update_count = sum(int(each["updates"]) for each in saved)
     for name in metric._defaults:
         values = [_on(each["states"][name], metric.device) for each in saved]
@@ -90,12 +95,14 @@ def take_counts(metric: torchmetrics.Metric, saved: Sequence[dict[str, Any]]) ->
         elif isinstance(values[0], list):
             joined = [tensor for value in values for tensor in value]
         else:
-            joined = _reduced(metric, name, values)
+            joined = _reduced(metric, name, values, last)
         setattr(metric, name, joined)
 
 
-def _reduced(metric: torchmetrics.Metric, name: str, values: list[Tensor]) -> Tensor:
+def _reduced(metric: torchmetrics.Metric, name: str, values: list[Tensor], last: bool) -> Tensor:
     reduce: Any = metric._reductions[name]
+    if reduce is None and last:
+        return torch.stack(values)
     if reduce is None:
         raise NotDistributable(
             f"the metric {type(metric).__name__} has counted on {len(values)} replicas, and its "

@@ -52,7 +52,7 @@ class Evaluation:
         return False
 
     def done(self) -> int:
-        """Nothing that would count: where replicas leave and join, all is done again."""
+        """Return 0: an evaluation is done again from its start when replicas leave or join."""
         return 0
 
     def for_followers(self) -> Evaluation:
@@ -64,7 +64,7 @@ class Evaluation:
         )
 
     def look(self, call: str) -> fingerprint.Look:
-        """What must be the same on every worker."""
+        """The settings that must be the same on every worker."""
         found = fingerprint.of_module(self.module)
         found |= self.recipe.look() if call != "predict" else {}
         return found | {"number of steps": str(self.steps)} | self.source.look("the data")
@@ -90,7 +90,7 @@ def evaluate(job: Evaluation) -> dict[str, float]:
 
 
 def _listener(job: Evaluation, replica: Replica) -> Listen:
-    """What follows, on every replica, what callbacks changed between two batches. Collective."""
+    """Make the function that applies the callbacks' changes between two batches. Collective."""
     # other workers may have been given other callbacks, or none
     job.between = bool(broadcast_tree(replica.collective, job.between))
     changes = job.callbacks.changes
@@ -108,7 +108,7 @@ def _listener(job: Evaluation, replica: Replica) -> Listen:
 
 @torch.no_grad()
 def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str, float]:
-    """The same, with weights that are alike already."""
+    """Evaluate on replicas that have the same weights."""
     metrics = job.recipe.metrics
     job.module.eval()
     metrics.reset()
@@ -143,7 +143,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
 
 
 def _losses(adapter: TorchAdapter, portion: Portion) -> tuple[float, float]:
-    """Numerator and denominator of this share's loss; metrics take it in."""
+    """Numerator and denominator of this share's loss; updates the metrics."""
     recipe = adapter.recipe
     if portion.examples == 0:
         return 0.0, 0.0
@@ -180,7 +180,7 @@ def predict(job: Evaluation) -> Any:
 
 
 def _in_one(parts: list[Any], replica: Replica) -> Any:
-    """Outputs of shares, in order, as that of the whole."""
+    """Join the outputs of shares in order."""
     ordered = [part for part in parts if part is not None]
     found = [output for output, _ in ordered]
     if replica.count > 1 and found:
@@ -291,7 +291,7 @@ def new_files(pattern: Path, over: Callable[[], bool]) -> Iterator[tuple[Path, i
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """When a file was last written to, and how long it is: another stamp, another content."""
+    """The modification time and size of a file, which change with its content."""
     seen = path.stat()
     return seen.st_mtime_ns, seen.st_size
 

@@ -45,7 +45,7 @@ def load(model: Any, job: Fit, *, resume: bool = True) -> dict[str, Any] | None:
 
 
 class FitCheckpoints:
-    """Those of one training, on everybody who runs its loop."""
+    """The checkpoints of one training, on every process that runs the loop."""
 
     def __init__(self, job: Fit, side: FitSide) -> None:
         self.job, self.side = job, side
@@ -58,7 +58,7 @@ class FitCheckpoints:
         plan = job.checkpoints if job.saves and self._is_chief else None
         termination = None if job.journal is None else job.journal.termination
         self._agreement = CheckpointAgreement(plan, self.step, side.agree, termination)
-        #: where work is dealt: the batches of all epochs before this one
+        #: with servers: the number of batches of all epochs before this one
         self._before = self.step - self._position["batch"]
         self._last: tuple[int, bool, bool] | None = None
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -99,7 +99,7 @@ class FitCheckpoints:
         if self._is_chief:
             try:
                 self._writer.wait()
-            except Exception:  # which must not take the place of the user's own
+            except Exception:  # must not replace the user's own exception
                 if error is None:
                     raise
                 log.exception("besides, the last checkpoint was not written")
@@ -107,7 +107,7 @@ class FitCheckpoints:
     # --- going on -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Callbacks have begun, and the others have not heard of it yet."""
+        """Note the state of the callbacks once they have begun, before the first `listen`."""
         job = self.job
         kept = job.saves or job.succession is not None
         if job.callback_states is None:  # once, also where the training is begun again
@@ -115,11 +115,11 @@ class FitCheckpoints:
         self._states = job.callback_states
 
     def epochs(self) -> Iterable[int]:
-        """The epochs that are left, once all have heard what callbacks changed as they began."""
+        """The epochs that are left; called after the first `listen`."""
         job = self.job
         position, epochs = self._position, self.job.epochs
         if not position["resumes"]:
-            if job.journal is not None and epochs:  # whoever takes over goes on from here
+            if job.journal is not None and epochs:  # a new chief goes on from here
                 job.journal.enter(epochs.start, 0, job.source.journal.begun)
             if job.goes_back:  # where a server may be lost before the first epoch is over
                 self._save(epochs.start, 0, stopped=False)
@@ -129,7 +129,7 @@ class FitCheckpoints:
         return range(0) if position["stopped"] else range(position["epoch"], epochs.stop)
 
     def enter(self, epoch: int) -> int:
-        """An epoch begins, and its callbacks have; returns its first batch."""
+        """Enter an epoch, after its callbacks have begun; returns the number of its first batch."""
         position = self._position
         if not position["resumes"] or epoch != position["epoch"] or not position["batch"]:
             return 0
@@ -137,14 +137,14 @@ class FitCheckpoints:
         return int(position["batch"])
 
     def _keep(self) -> None:
-        """On the chief: remember what was loaded, whatever callbacks do as they begin."""
+        """On the chief: keep what was loaded, which callbacks may change as they begin."""
         module, groups = self.job.module, self.job.optimizer.param_groups
         tensors = [*module.parameters(), *module.buffers()]
         self._kept = [(t, t.detach().to("cpu", copy=True)) for t in tensors]
         self._settings = [group_settings(group) for group in groups]
 
     def _go_on(self) -> None:
-        """Put everything to what was saved. Collective."""
+        """Restore the saved state on all replicas. Collective."""
         resumed = self._resumed
         if resumed is not None and resumed["callbacks"] is not None:
             with torch.no_grad():
@@ -162,7 +162,7 @@ class FitCheckpoints:
     # --- saving -------------------------------------------------------------------------------
 
     def after_batch(self, epoch: int, batch: int) -> None:
-        """A batch is done: save if that is due, and end the training where it was asked to."""
+        """After a batch: save if a checkpoint is due, and end the training after SIGTERM."""
         if self.side.segments is not None:
             return
         self.step += 1
@@ -174,12 +174,12 @@ class FitCheckpoints:
             self._agreement.next = self.step + 1
 
     def _ends(self, dealt: int) -> bool:
-        """Whether no more batches of this epoch are dealt for now, so that all can be saved."""
+        """Whether dealing pauses after this batch, so that a checkpoint can be saved."""
         agreement = self._agreement
         return agreement.termination.asked or self._before + dealt >= agreement.next
 
     def _rest(self, epoch: int, batch: int) -> bool:
-        """All batches that were dealt are done; returns whether to end here."""
+        """After a segment: save if a checkpoint is due; returns whether to end."""
         self.step = self._before + batch
         self._look(epoch, batch)
         return self.job.terminated
@@ -189,7 +189,7 @@ class FitCheckpoints:
             self._save(epoch, batch, stopped=False)
 
     def after_epoch(self, epoch: int, stopped: bool) -> None:
-        """The same at the end of an epoch, with its validation and its callbacks."""
+        """After an epoch, its validation and its callbacks: save if a checkpoint is due."""
         if not self.job.saves:
             return
         if self.side.segments is not None:
@@ -200,14 +200,14 @@ class FitCheckpoints:
         self._last = (epoch + 1, stopped, saves)
 
     def finish(self) -> None:
-        """The training is over: what came of it is the last checkpoint."""
+        """Save the last checkpoint at the end of the training."""
         if self.job.saves and not self.job.terminated and self._last is not None:
             epoch, stopped, saved = self._last
             if not saved:
                 self._save(epoch, 0, stopped=stopped)
 
     def _due(self, *, end_of_epoch: bool = False) -> bool:
-        """Whether a checkpoint is due; whether to end is known afterwards, too. Collective."""
+        """Agree whether a checkpoint is due, and whether to end. Collective."""
         due = self._agreement.due(self.step, end_of_epoch=end_of_epoch)
         if due and self._is_chief:
             self.job.last_saved = (self.step, time.monotonic())
@@ -215,7 +215,7 @@ class FitCheckpoints:
         return due
 
     def _save(self, epoch: int, batch: int, *, stopped: bool) -> None:
-        """Copy everything, and have it written beside the training. Collective."""
+        """Copy the whole state and write it in a thread. Collective."""
         position = {"epoch": epoch, "batch": batch, "step": self.step, "stopped": stopped}
         found = self.side.progress()
         if found is None:
@@ -236,7 +236,7 @@ class FitCheckpoints:
 
 
 def _position(job: Fit) -> dict[str, Any]:
-    """Where the training begins, which the chief knows."""
+    """The position where the training begins; only the chief's counts."""
     names = ("epoch", "batch", "step", "stopped")
     if job.resumed is None:
         return {"resumes": False, **dict.fromkeys(names, 0)}

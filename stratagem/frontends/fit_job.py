@@ -1,4 +1,4 @@
-"""One call of `fit`: what it is given, and what it asks of those who train."""
+"""One call of `fit`: its settings (`Fit`), and the interface of what trains (`FitSide`)."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Fit:
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between steps, so that replicas must listen there too
     between_steps: bool = False
-    #: the same around a validation, and between its batches
+    #: whether callbacks act around a validation, and between its batches
     around_tests: bool = False
     between_tests: bool = False
-    #: whether callbacks read the optimizer's state at the end of an epoch, which servers then send
+    #: whether callbacks read the optimizer's state after an epoch, so that servers send it
     wants_state: bool = False
-    #: whether this is the call of a script, not what another process was sent of it
+    #: whether a script called `fit` in this process; False on a follower, which was sent the job
     by_itself: bool = True
     #: the epochs that end with a validation, and of how many batches
     validated: Collection[int] = range(sys.maxsize)
     validation_steps: int | None = None
-    #: where checkpoints go, if anywhere; whether all take part in them
+    #: where checkpoints go, None for nowhere; whether any replica saves, so that all take part
     checkpoints: Checkpoints | None = None
     saves: bool = False
-    #: whether it goes back to the last of them, in the same processes, where a server is lost
+    #: whether the fit goes back to the last checkpoint when a server is lost
     goes_back: bool = False
-    #: on the chief: what to go on from
+    #: on the chief: the state to resume from
     resumed: dict[str, Any] | None = None
     #: on the chief: what callbacks were when the training began; the last checkpoint's step, time
     callback_states: CallbackStates | None = None
@@ -63,11 +63,11 @@ class Fit:
     journal: FitJournal | None = None
     #: where another process takes the chief's place when that dies
     succession: Succession | None = None
-    #: whether SIGTERM has ended the training, of which a checkpoint was made
+    #: whether SIGTERM has ended the training, after a checkpoint
     terminated: bool = False
 
     def for_followers(self) -> Fit:
-        """The same without what only the chief has."""
+        """A copy without what only the chief has."""
         validation = self.validation
         return replace(
             self,
@@ -82,25 +82,25 @@ class Fit:
         )
 
     def heed_callbacks(self) -> None:
-        """Note what every replica must know of the callbacks."""
+        """Note where the callbacks act, which every replica must know."""
         given = self.callbacks
         self.between_steps, self.around_tests = given.between_steps, given.around_tests
         self.between_tests, self.wants_state = given.between_tests, given.reads_optimizer_state
 
     def once(self, call: str, epoch: int = -1, batch: int = -1) -> bool:
-        """Whether this call of callbacks is still to be made."""
+        """Whether this call of callbacks has not been made before a restart."""
         return self.journal is None or self.journal.once(call, epoch, batch)
 
     def done(self) -> int:
-        """How many updates were made."""
+        """The number of updates."""
         return 0 if self.journal is None else self.journal.updates
 
     def asked_to_end(self) -> bool:
-        """Whether SIGTERM has come, so that only a checkpoint is left to be made."""
+        """Whether SIGTERM has come, so that the fit saves a checkpoint and ends."""
         return self.journal is not None and self.journal.termination.asked
 
     def look(self, call: str = "fit") -> fingerprint.Look:
-        """What must be the same on every worker."""
+        """The settings that must be the same on every worker."""
         found = fingerprint.of_module(self.module) | self.recipe.look()
         found |= fingerprint.of_optimizer(self.optimizer, settings=False)
         found["number of epochs"] = f"{self.epochs.stop} from {self.epochs.start} on"
@@ -113,7 +113,7 @@ class Fit:
         return found | self.validation.look("validation_data")
 
     def test(self, source: Source) -> Evaluation:
-        """A validation on the way, with weights that are alike already."""
+        """A validation in mid-fit, where all replicas have the same weights."""
         return Evaluation(
             self.module,
             self.recipe,
@@ -127,72 +127,72 @@ class Fit:
 
 @dataclass
 class Segments:
-    """An epoch that is dealt in pieces, after each of which all that was dealt is done."""
+    """An epoch dealt in segments, after each of which every dealt batch is done."""
 
-    #: whether no more is dealt for now, given how many batches of the epoch are
+    #: whether the segment ends, given how many batches of the epoch were dealt
     ends: Callable[[int], bool] = lambda dealt: False
     #: called after a segment with the epoch and that number; says whether the training ends
     rest: Callable[[int, int], bool] = lambda epoch, dealt: False
-    #: that number
+    #: how many batches of the epoch were dealt
     dealt: int = 0
     #: segments of all epochs so far
     count: int = 0
 
 
 class FitSide(Protocol):
-    """What differs between replicas that all-reduce and workers of servers."""
+    """The side that trains: replicas that all-reduce, or the chief of workers with servers."""
 
     #: where a validation runs
     tester: Replica
-    #: what batch callbacks see of the loss so far
+    #: the running loss, for batch callbacks
     tally: Any
-    #: whether it has the callbacks, and writes checkpoints
+    #: whether callbacks run here, and checkpoints are written
     is_chief: bool
 
     @property
     def segments(self) -> Segments | None:
-        """Where work is dealt: its segments, between which alone a checkpoint can be made."""
+        """The segments of an epoch with servers: checkpoints come between two of them."""
 
     @property
     def settled(self) -> bool:
-        """Whether everything that was trained on is in the weights."""
+        """Whether every batch so far is in the weights."""
 
     def begin(self, epoch: int) -> None:
-        """An epoch begins; its callbacks come next."""
+        """Begin an epoch, before its callbacks."""
 
     def work(self, number: int, epoch: int) -> Iterator[Any]:
-        """What is to be done in the `number`-th epoch of this training, piece by piece."""
+        """The pieces of work of the `number`-th epoch of this training."""
 
     def arrive(self) -> None:
-        """Callbacks look at the weights before a batch."""
+        """Bring the weights home for callbacks before a batch."""
 
     def take(self, work: Any) -> None:
         """Train on one piece of work: gradients, commit, sync."""
 
     def refresh(self) -> None:
-        """Callbacks look at the weights after a batch."""
+        """Bring the weights home for callbacks after a batch."""
 
     def listen(self, *, between: bool = False) -> bool:
-        """Have everybody follow what callbacks changed here; returns whether to stop. `between`:
+        """Send what callbacks changed to all replicas; returns whether to stop. `between`: between
         two batches."""
 
     def after_batch(self) -> bool:
-        """The same once a batch is done, where it cannot wait for the next one."""
+        """As `listen` after a batch, where that cannot wait for the next batch."""
 
     def stop(self, work: Any) -> None:
-        """A callback ends the training in mid-epoch; `work`, if any, is not begun."""
+        """End the epoch early, as a callback asked; `work`, if any, is not begun."""
 
     def end_epoch(self, started: float) -> dict[str, Any]:
-        """Loss and metrics over everybody's rows; running statistics become one."""
+        """Average the running statistics; returns loss and metrics over all rows."""
 
     def note(self, epoch: int, logs: dict[str, Any]) -> None:
-        """The epoch's logs are complete."""
+        """Take the complete logs of the epoch."""
 
     def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
-        """What each of those who run the loop says, the chief's first; or what it says alone."""
+        """Gather a value from all that run the loop, the chief first; `chiefs`: its alone."""
 
     def progress(self) -> dict[str, Any] | None:
-        """On the chief: what those who train have, beside the weights and the optimizer."""
+        """On the chief: the state of the training beside weights and optimizer."""
 
     def go_on(self, saved: dict[str, Any] | None) -> None:
-        """Go on from what `progress` returned, which the chief has."""
+        """Restore what `progress` returned; only the chief has it."""

@@ -1,11 +1,12 @@
-"""A training that is begun again in the same process, because replicas have left or joined.
+"""The journal of an elastic training, which is begun again when replicas leave or join.
 
-Nothing that was done is done twice: the chief's weights are everybody's, the batch that broke off
-is taken again by those who are here now, and callbacks are called once for everything that happens.
-What counts is how many updates the chief has made; others may be one ahead, and take its weights.
+Nothing is done twice: all replicas take the chief's weights, the present replicas repeat the batch
+that broke off, and each callback is called once per event. The chief's number of updates counts;
+other replicas may be one update ahead, and take its weights.
 
-What metrics count would go with a replica that dies. So replicas tell each other before each update
-what they have counted for it, and each of them has the counts of all.
+A replica that dies would take its metric counts along. So before each update the replicas gather
+what they have counted for it (`gather`), and after the update each adds the counts of all
+(`updated`): in this order, an update that breaks off is counted by no replica.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
 class FitJournal:
-    """How far this process has come in one training."""
+    """How far this process has come in one training, and how to undo an unfinished update."""
 
     def __init__(self, restarts: int = 0) -> None:
-        #: how often the training was begun again
+        #: how often the training was restarted
         self.restarts = restarts
-        #: whether the last time was because somebody has joined, who has nothing of it
+        #: whether the last restart was for a replica that joined, and has no state yet
         self.grown = False
-        #: SIGTERM counts in whichever try it comes, and between them
+        #: one for all tries: SIGTERM may come between two of them
         self.termination = Termination()
-        #: updates that were made
+        #: number of updates
         self.updates = 0
         #: the epoch under way, how many of its batches are done, and of all epochs
         self.epoch, self.batch, self.step = -1, 0, 0
@@ -48,7 +49,7 @@ class FitJournal:
         self.recent: deque[tuple[str, int, int]] = deque(maxlen=8)
         #: whether a callback has ended the training
         self.stopped = False
-        #: metrics of the update under way: this replica's, and what everybody has told
+        #: metrics of the update under way: this replica's, and the gathered counts of all
         self._here: MetricSet | None = None
         self._told: list[dict[str, Any]] = []
         self._under_way = 0
@@ -65,64 +66,64 @@ class FitJournal:
         return True
 
     def take_over(self, called: Iterable[tuple[str, int, int]]) -> None:
-        """Callbacks that have only begun count these calls as made."""
+        """Take these calls as made, for callbacks that were just created on a new chief."""
         self._called = set(called)
         self.recent = deque(self._called, maxlen=8)
 
     # --- going forward ------------------------------------------------------------------------
 
     def enter(self, epoch: int, batch: int, earlier_pass: Any) -> None:
-        """An epoch begins, or goes on, with this batch; `earlier_pass` is that of the data."""
+        """Begin or continue an epoch at this batch; `earlier_pass` is the data's last pass."""
         self.epoch, self.batch = epoch, batch
         self._earlier_pass = earlier_pass
 
     def leave(self) -> None:
-        """The epoch is over, with everything that belongs to it."""
+        """End the epoch and forget its batches, logs and calls."""
         self.epoch, self.batch, self.logs = self.epoch + 1, 0, None
         self._called = {call for call in self._called if call[1] < 0}
 
     def watch(self, metrics: MetricSet) -> Callable[..., None]:
-        """Return what takes in outputs and targets of the update under way."""
+        """Return the function that counts outputs and targets of the update under way."""
         self._here = copy.deepcopy(metrics)
         refuse_means_of(self._here)
         self._here.reset()
         return self._here.update
 
     def gather(self, replica: Replica) -> None:
-        """Tell each other what was counted for the update that is to be made. Collective."""
+        """Gather what every replica has counted for the update under way. Collective."""
         if self._here:
             self._told = gather_tree(replica.collective, self._here.progress())
             self._here.reset()
 
     def counts(self) -> dict[str, Any] | None:
-        """What was counted here, and nobody was told, where replicas meet now and then."""
+        """This replica's counts since the last meeting, where replicas meet now and then."""
         return self._here.progress() if self._here else None
 
     def hear(self, metrics: MetricSet, replica: Replica, told: Sequence[Any]) -> None:
-        """Add what everybody has counted."""
+        """Add the counts of all replicas to the metrics."""
         counted = [each for each in told if each]
         if counted and self._here is not None:
             metrics.go_on([metrics.progress(copied=False), *counted], alone(replica))
             self._here.reset()
 
     def before_update(self, module: nn.Module, tally: LossSum | None) -> None:
-        """Gradients of an update are computed from here on; `tally` is given where losses are added
-        before the update is made."""
+        """Keep what the update will overwrite: buffers, and the loss sum if accumulation adds to it
+        before the update."""
         self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
         self._tally = None if tally is None else tally.state()
         self._under_way = 0
 
     def buffers_of(self, module: nn.Module) -> list[Tensor]:
-        """What buffers were before the update under way."""
+        """The values of the buffers before the update under way."""
         kept = {id(buffer): value for buffer, value in self._buffers}
         return [kept.get(id(buffer), buffer.detach()) for buffer in module.buffers()]
 
     def before_batch(self) -> None:
-        """A batch of the update under way."""
+        """Count a batch of the update under way."""
         self._under_way += 1
 
     def updated(self, metrics: MetricSet, replica: Replica) -> None:
-        """The update was made."""
+        """Commit the update: count it, and let go of what could undo it."""
         self.hear(metrics, replica, self._told)
         self.step, self.batch = self.step + self._under_way, self.batch + self._under_way
         self.updates, self._under_way = self.updates + 1, 0
@@ -133,10 +134,10 @@ class FitJournal:
 
     @torch.no_grad()
     def interrupt(self, metrics: MetricSet, tally: LossSum, begun: Any) -> dict[str, Any] | None:
-        """The training breaks off: undo what the update that was not made has done.
+        """Undo what the unfinished update has changed.
 
-        Returns what the chief goes on from, None if no epoch has begun. `begun` is the pass over
-        the data that is under way.
+        Returns the state from which the chief goes on, None if no epoch has begun. `begun` is the
+        pass over the data that is under way.
         """
         for buffer, value in self._buffers:
             buffer.copy_(value)
@@ -160,7 +161,7 @@ class FitJournal:
         }
 
     def go_on(self, metrics: MetricSet, replica: Replica, told: Mapping[str, Any]) -> None:
-        """Count on from where the chief was."""
+        """Take over the chief's counters."""
         self.updates, self.step = int(told.get("updates", 0)), int(told["step"])
         self.logs = (self.logs or {}) if told.get("ended") else None
         if told.get("counted") is not None:
@@ -169,14 +170,14 @@ class FitJournal:
 
 # --- succession: what makes another task the chief ------------------------------------------------
 #
-# Weights, optimizer, metrics and the place in the data are everybody's. Only the chief has
-# callbacks that run, and what orders the data; both go to the others whenever all listen to the
-# chief. Who takes over begins its own callbacks as after a checkpoint: `on_train_begin` and, in
-# mid-epoch, `on_epoch_begin` once more, then their state is put to what the last chief's was.
+# All replicas have weights, optimizer, metrics and the position in the data. Only the chief runs
+# callbacks and orders the data; it broadcasts the state of both at every `listen`. The new chief
+# starts its own callbacks as after a checkpoint: `on_train_begin` and, in mid-epoch,
+# `on_epoch_begin` once more, then it loads the last chief's callback state into them.
 
 
 class Succession:
-    """One training's, on every replica; those that only follow another process take part, too."""
+    """What a replica needs to become the chief of one training; followers keep one, too."""
 
     def __init__(
         self,
@@ -198,8 +199,8 @@ class Succession:
     # --- handing over ---------------------------------------------------------------------------
 
     def will(self, job: Any, data: dict[str, Any] | None) -> dict[str, Any]:
-        """On the chief: what the others must know now; without `data` two batches are what it is
-        between, and only callbacks that act there can have changed."""
+        """On the chief: the state to broadcast; without `data` it is between two batches, and only
+        callbacks that act there can have changed."""
         states = job.callback_states
         which = job.callbacks.at_batches if data is None else None
         return {
@@ -209,13 +210,13 @@ class Succession:
         }
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        """On the others: remember it."""
+        """On the other replicas: keep the chief's state."""
         self._called = [(str(call), int(e), int(b)) for call, e, b in told["called"]]
         self._states |= told["states"]
         self._data = told["data"] or self._data
 
     def tell_pass(self, job: Any, replica: Replica, data: dict[str, Any] | None) -> None:
-        """A pass over the data has begun: tell from where. Collective."""
+        """Broadcast where the new pass over the data has begun. Collective."""
         told = broadcast_tree(replica.collective, data)
         if not replica.is_chief:
             self._data, job.source.journal.begun = told, told["pass"]
@@ -223,11 +224,11 @@ class Succession:
     # --- taking over ----------------------------------------------------------------------------
 
     def data(self, job: Any) -> dict[str, Any]:
-        """What the data's order goes on from, as far as the chief has told."""
+        """The last chief's state of the data order."""
         return {**self._data, "seed": job.source.seed, "pass": job.source.journal.begun}
 
     def take_over(self, job: Any) -> None:
-        """This process is the chief: its own callbacks go on where the last chief's were."""
+        """Become the chief: start this process' callbacks where the last chief's were."""
         if self._leads:
             return
         self._leads = True

@@ -57,7 +57,7 @@ def _has(owner: Any, kinds: Iterable[str]) -> bool:
 
 
 def _ours(hook: Any) -> bool:
-    """One that a training which was cut short has left behind."""
+    """Whether a hook was left behind by a training that was cut short."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("stratagem.")
@@ -88,8 +88,8 @@ def refuse_shared(module: nn.Module) -> None:
 
 
 def _spans(module: nn.Module) -> Iterator[tuple[int, int, bool, str]]:
-    """First and one past the last address of each, and whether it is trained; a tied parameter
-    counts once."""
+    """The first address of each tensor, one past its last, and whether it is trained; a tied
+    parameter counts once."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if _has_memory(tensor):
             length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""The loop of `fit`, whoever updates the parameters."""
+"""The loop of `fit`, for replicas that all-reduce and for servers alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from stratagem.frontends.sources import Source
 
 
 class FitLoop:
-    """One training, from epoch to epoch, as the chief runs it; replicas run it together."""
+    """One training, epoch by epoch: every replica runs the loop; with servers the chief alone.
+
+    Callbacks run on the chief. `side.listen()` follows each place where they may have changed
+    something, and comes before the next collective call, which must see the change on all replicas.
+    """
 
     def __init__(self, job: Fit, side: FitSide) -> None:
         self.job, self.side = job, side

@@ -96,7 +96,7 @@ def _by_example(weight: Tensor) -> Tensor:
 
 
 def _check_given(target: Any) -> None:
-    """For torch's losses: one of one's own may do without."""
+    """Raise if there are no targets, for torch's losses."""
     if target is None:
         raise UsageError(
             "the loss needs targets, and there are none: y is missing, or the data yields x alone; "
@@ -105,7 +105,7 @@ def _check_given(target: Any) -> None:
 
 
 def _check_even(target: Any, examples: int) -> None:
-    """A mean over the targets is one over the examples if each has as many."""
+    """Raise if examples have different numbers of targets, which a mean would not weigh alike."""
     if not isinstance(target, Tensor) or target.dim() == 0 or examples in target.shape:
         return
     if len(target) % max(examples, 1):
@@ -117,7 +117,7 @@ def _check_even(target: Any, examples: int) -> None:
 
 
 def _check_alike(output: Any, target: Any) -> None:
-    """A target that is stretched along the rows meets rows of other shares on one device."""
+    """Raise if torch would broadcast a target along the rows, also of other shares."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return
     by_row = output.dim() == target.dim() > 0 and len(output) == len(target)
@@ -261,7 +261,7 @@ class CountedLoss:
         return value
 
     def _weight_on(self, device: torch.device) -> Tensor | None:
-        """The class weights there; copied again only where they have become others."""
+        """The class weights on a device; copied again only after a change."""
         weight = self.class_weight
         if weight is None or weight.device == device:
             return weight
@@ -293,7 +293,7 @@ class CountedLoss:
         return isinstance(output, Tensor) and output.dim() > 1  # else one row of classes
 
     def count(self, target: Any) -> float:
-        """What a batch of these targets is divided by, known before its outputs are."""
+        """The denominator of a batch, from its targets alone."""
         _check_given(target)
         return float(self._count(target, target, self._weight_on(target.device)))
 
@@ -307,7 +307,7 @@ class CountedLoss:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether it is not torch's, or somebody has hooked into it."""
+    """Whether a loss is user code, or has hooks."""
     torchs = str(getattr(function, "__module__", "")).startswith("torch.nn.")
     return not torchs or _is_hooked(function)
 

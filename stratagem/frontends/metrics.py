@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,20 +29,15 @@ if TYPE_CHECKING:
 
     from stratagem.frontends.metric_kinds import Maker
 
-#: brings the like of a tensor from everybody
-Gather = Callable[[Tensor], list[Tensor]]
-
 
 class MetricSet:
     """The metrics of one model, by name."""
 
     def __init__(self, metrics: Any, meaning: Meaning = Meaning()) -> None:  # noqa: B008
-        """`meaning`: of the outputs, to the loss."""
+        """`meaning`: what the loss takes the outputs for."""
         self.meaning = meaning
-        #: whether anything has been taken in since the last reset
+        #: whether there was an update since the last reset
         self.counted = False
-        #: whether states are to be such that others can go on from them
-        self.saves = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
         for name, metric in _named(metrics):
@@ -52,7 +47,7 @@ class MetricSet:
             kept[name] = metric
         #: functions that cannot be tried
         self._untried: list[str] = []
-        #: parts of metrics that take outputs for logits or for probabilities, by their values
+        #: metrics that tell logits from probabilities by the values of an update
         self._asking: list[torchmetrics.Metric] = []
         self._find_asking()
 
@@ -62,7 +57,7 @@ class MetricSet:
 
     @property
     def own(self) -> bool:
-        """Whether one of them is not torchmetrics' own."""
+        """Whether one of the metrics runs user code."""
         parts = (part for metric in self._metrics.values() for part in metric.modules())
         return any(_runs_own(type(part)) for part in parts)
 
@@ -81,7 +76,7 @@ class MetricSet:
             self._asking = asking(self._metrics.values())
 
     def update(self, output: Any, target: Any, *, part: bool = False) -> None:
-        """Take rows in; `part`: of a batch that others have the rest of."""
+        """Count rows; `part`: other replicas have the rest of the batch."""
         if self._makers:
             _check_tensors(next(iter(self._makers)), output, target)
             self._make(_classes_in(output, target, self.meaning), output.device)
@@ -101,12 +96,12 @@ class MetricSet:
 
     @property
     def functions(self) -> dict[str, Any]:
-        """Those that are plain functions, and can be tried."""
+        """The metrics that are plain functions, and can be tried on a few rows."""
         functions = {name: each for name, each in self._metrics.items() if _is_function(each)}
         return {name: each for name, each in functions.items() if name not in self._untried}
 
     def try_functions(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """What each of them would count, for `check_functions`."""
+        """What each function would count for these rows, for `check_functions`."""
         found = {}
         for name, metric in self.functions.items():
             from stratagem.frontends.metric_kinds import counted
@@ -121,7 +116,7 @@ class MetricSet:
     def check_functions(
         self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]], rounding: float
     ) -> None:
-        """Raise if what functions count for rows is not what they count for parts of them."""
+        """Raise if a function counts something else for rows than for parts of them."""
         for name in self.functions:
             from stratagem.frontends.metric_kinds import check_function
 
@@ -136,53 +131,42 @@ class MetricSet:
     def compute(self, replica: Replica) -> dict[str, float]:
         """Values over all examples of all replicas. Collective."""
         if replica.count > 1:
-            self._agree(replica)
-        values: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            values.update(_flat(name, _joined(metric, replica)))
-        return values
+            return self.merged(gather_tree(replica.collective, self.progress()), replica.device)
+        return _values(self._metrics)
 
-    def state(self) -> dict[str, Any]:
-        """What was counted here, for `merged` elsewhere."""
-        taken: list[Tensor] = []
-        for metric in self._metrics.values():
-            with _synced(metric, lambda t: (taken.append(t.clone()), [t])[1]):  # type: ignore[func-returns-value]
-                pass
-        found = {"classes": _known_classes(self._metrics), "tensors": taken}
-        return found | ({"progress": self.progress()} if self.saves else {})
-
-    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, float]:
-        """Values over all that the states have counted."""
-        if not states:
+    def merged(
+        self,
+        counted: Sequence[dict[str, Any]],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> dict[str, float]:
+        """Values over the counts of several replicas (`progress`); own counts stay as they are."""
+        if not counted:
             return dict.fromkeys(self.names, math.nan)
-        if self._makers:
-            self._make(max(int(state["classes"]) for state in states), torch.device("cpu"))
-        rows = zip(*(state["tensors"] for state in states), strict=True)
-        values: dict[str, float] = {}
-        for name, metric in self._metrics.items():
-            for part in metric_parts(metric):
-                part._update_count = part._update_count or 1  # it may have counted nothing itself
-            device = metric.device
-            values.update(
-                _flat(
-                    name,
-                    _compute(
-                        metric,
-                        lambda t: [part.to(device) for part in next(rows)],  # noqa: B023
-                    ),
-                )
-            )
-        return values
+        chosen = [each for each in counted if each["any"]]
+        if chosen and self._makers:
+            self._make(max(int(each["classes"]) for each in chosen), device)
+        parts = _counting(self._metrics)
+        before = [(own_counts(part), part._to_sync) for part in parts]
+        # not on copies: a MinMaxMetric keeps what it computes
+        try:
+            for part, *each in zip(parts, *(each["counted"] for each in chosen), strict=True):
+                part._computed, part._to_sync = None, False
+                if each:
+                    take_counts(part, each, last=True)
+            return _values(self._metrics)
+        finally:
+            for part, (own, part._to_sync) in zip(parts, before, strict=True):
+                take_counts(part, [own])
 
     def progress(self, *, copied: bool = True) -> dict[str, Any]:
-        """What was counted here in the epoch under way, for `go_on`."""
+        """What was counted here in the epoch under way, for `go_on` and `merged`."""
         counts = counts_of if copied else own_counts
         counted = [counts(part) for part in _counting(self._metrics)]
         return {"classes": _known_classes(self._metrics), "counted": counted, "any": self.counted}
 
     def go_on(self, saved: Sequence[dict[str, Any]], replica: Replica) -> None:
-        """Go on from what replicas have counted: each from its own where as many are here, else
-        the first from that of all."""
+        """Load saved counts: each replica its own if there are as many replicas as then, else the
+        first replica the counts of all."""
         alike = len(saved) == replica.count
         chosen = [saved[replica.index]] if alike else [each for each in saved if each["any"]]
         self.counted = bool(chosen) and (alike or replica.leads) and chosen[0]["any"]
@@ -194,21 +178,13 @@ class MetricSet:
         for part, each in zip(_counting(self._metrics), counts, strict=True):
             take_counts(part, each)
 
-    def _agree(self, replica: Replica) -> None:
-        """A replica without a single example learns from the others what it would have made."""
-        lazy = any(gather_tree(replica.collective, bool(self._makers)))
-        mine = -1 if self._makers else _known_classes(self._metrics)
-        told = max(gather_tree(replica.collective, mine)) if lazy else -1
-        if self._makers and told >= 0:
-            self._make(told, replica.device)
-
     def reset(self) -> None:
         self.counted = False
         for metric in self._metrics.values():
             metric.reset()
 
     def to(self, device: torch.device) -> None:
-        """Onto a replica's device: where a call begins, so what cannot be joined ends it here."""
+        """Move to a replica's device as a call begins; raises for metrics that cannot be joined."""
         for metric in self._metrics.values():
             if current_replica().count > 1:
                 metric_parts(metric)
@@ -230,56 +206,22 @@ def _known_classes(metrics: Mapping[str, torchmetrics.Metric]) -> int:
 
 
 def _classes_in(output: Any, target: Any, meaning: Meaning) -> int:
-    """How many there are; 0 where outputs are compared with targets one by one."""
+    """The number of classes; 0 where outputs are compared with targets one by one."""
     several = output.dim() > 1 if meaning.classes else output.dim() > target.dim()
     return int(output.shape[1]) if several else 0
 
 
-def _joined(metric: torchmetrics.Metric, replica: Replica) -> Any:
-    return _compute(metric, replica.all_gather if replica.count > 1 else None)
-
-
-def _compute(metric: torchmetrics.Metric, gather: Gather | None) -> Any:
-    """The metric's value over whatever `gather` brings for each tensor of its state."""
+def _values(metrics: Mapping[str, torchmetrics.Metric]) -> dict[str, float]:
     with warnings.catch_warnings():
-        # A replica whose every share was empty computes before any update: that is no error.
+        # Where no replica had a row, metrics compute before any update: that is no error.
         warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
-        if gather is None:
-            return metric.compute()
-        with _synced(metric, gather):
-            return metric.compute()
-
-
-@contextmanager
-def _synced(metric: torchmetrics.Metric, gather: Gather) -> Iterator[None]:
-    """While the metric, and every one that it is made of, holds what `gather` brings.
-
-    torchmetrics would have each sync itself when it is computed, if it is asked to; then the order
-    of collective calls would follow from what the outermost does with the others.
-    """
-    parts = metric_parts(metric)
-    before = [(part._to_sync, part._should_unsync) for part in parts]
-    try:
-        for part in parts:
-            part._computed = None
-            part._to_sync = part._should_unsync = False
-            part.sync(lambda t, group=None: _filled(gather(t)), distributed_available=lambda: True)
-        yield
-    finally:
-        for part, (part._to_sync, part._should_unsync) in zip(parts, before, strict=True):
-            if part._is_synced:
-                part.unsync()
-
-
-def _filled(parts: list[Tensor]) -> list[Tensor]:
-    """Without the empty lists of those who counted nothing: torchmetrics makes float32 of them,
-    which whole numbers from the others would turn into."""
-    return [part for part in parts if part.shape != (0,)] or parts
+        values = [_flat(name, metric.compute()) for name, metric in metrics.items()]
+    return {name: number for each in values for name, number in each.items()}
 
 
 def metric_parts(metric: nn.Module) -> list[torchmetrics.Metric]:
-    """The metric and those inside it that count something themselves; raises if one of them has
-    nothing to join, or wraps another in a way that shares of the rows do not add up to."""
+    """The metric and the metrics inside it that count; raises if one of them has no states to
+    join, or wraps a metric in a way that does not add up over shares of the rows."""
     from torchmetrics import Metric
     from torchmetrics.wrappers.abstract import WrapperMetric
 
@@ -294,7 +236,7 @@ def metric_parts(metric: nn.Module) -> list[torchmetrics.Metric]:
 
 
 def _check_states(metric: torchmetrics.Metric) -> None:
-    """What lies in plain attributes is each replica's own, and nobody would join it."""
+    """Refuse counts in plain attributes, which are not joined over replicas."""
     from torchmetrics import Metric
 
     made_of = any(isinstance(part, Metric) for part in metric.modules() if part is not metric)
@@ -309,7 +251,7 @@ def _check_states(metric: torchmetrics.Metric) -> None:
 
 
 def _check_wrapper(wrapper: torchmetrics.Metric) -> None:
-    """A wrapper is as exact as what it wraps, unless it keeps or draws something of its own."""
+    """Refuse wrappers with states or random draws; others are as exact as what they wrap."""
     from torchmetrics.wrappers import BootStrapper
 
     borrowed = [getattr(part, "_defaults", None) for part in wrapper.children()]
@@ -344,7 +286,7 @@ def _detached(tree: Any) -> Any:
 
 
 def _check_tensors(name: str, output: Any, target: Any) -> None:
-    """A metric by name has no say in what is compared."""
+    """Raise unless outputs and targets are tensors, which metrics by name compare."""
     if isinstance(output, Tensor) and isinstance(target, Tensor):
         return
     what, odd = ("targets", target) if isinstance(output, Tensor) else ("outputs", output)
@@ -370,14 +312,14 @@ def _is_function(metric: nn.Module) -> bool:
 
 
 def _runs_own(kind: type[Any]) -> bool:
-    """Whether it is neither torchmetrics' nor ours alone."""
+    """Whether a class runs user code: neither torchmetrics' nor ours alone."""
     ours = ("torchmetrics.", "torch.", "stratagem.")
     return not kind.__module__.startswith(ours) or kind.__name__ == "FunctionMetric"
 
 
 def _named(metrics: Any) -> list[tuple[str, Any]]:
-    """Metrics with their names, or what makes one. torchmetrics takes seconds to import: only who
-    has metrics waits for it, and replicas that will need it import it meanwhile."""
+    """Metrics, or what makes one, by name. Importing torchmetrics takes seconds: only a model with
+    metrics waits for it, and followers import it meanwhile."""
     if metrics is None:
         return []
     ZygoteProcess.prepare("torchmetrics")

@@ -87,7 +87,7 @@ def take_state(job: Fit, replica: Replica, turn: int) -> None:
 
 
 def _end(job: Fit, side: ReplicaSide) -> None:
-    """Callbacks end; others wait for them where one of them would have to call its own."""
+    """Call `on_train_end`; successors wait, since a chief that dies in it leaves it to them."""
     if job.once("train_end"):
         job.callbacks.train_end()
     if job.succession is None or side.replica.count == 1:
@@ -101,7 +101,16 @@ def _end(job: Fit, side: ReplicaSide) -> None:
 
 
 class ReplicaSide:
-    """One replica among others; every method is collective."""
+    """The loop's `FitSide` on one replica; every method is collective.
+
+    Every replica makes the same collective calls in the same order; this order is part of the
+    protocol. When a training begins, broadcasts of the chief are held back (`hold`) until its state
+    is complete (`tell`), and `offer` says what a standby adopts: after the step is made, before the
+    first step is taken. In `take` a replica first breaks off if the membership has changed
+    (`_break_if_changed`), while nothing of the update has been computed; then the journal keeps
+    what the update will overwrite; then comes the step, and only a finished step is written into
+    the journal. `listen` breaks off before the chief says what callbacks changed, not after.
+    """
 
     segments: Segments | None = None
 
@@ -124,7 +133,7 @@ class ReplicaSide:
             raise
 
     def _follow_the_chief(self) -> None:
-        """Other workers may have been given other callbacks, or none."""
+        """Take the chief's needs: other workers may have other callbacks, or none."""
         job, replica = self.job, self.replica
         tried = job.journal is not None and job.journal.restarts > 0
         mine = [job.between_steps, job.around_tests, job.between_tests, job.saves, tried]
@@ -194,7 +203,7 @@ class ReplicaSide:
         source.check_enough(drawn, limit, epoch)
 
     def _thaw(self) -> None:
-        """Others are trained from this epoch on, if a callback has frozen or unfrozen some."""
+        """Make the step anew if a callback has frozen or unfrozen parameters."""
         if requires_grad(self.job.module) != self._trained and self.replica.count > 1:
             scaler, before = self.step.scaler, self.step.keeper
             kept = {} if before is None else lossy_wire.handed_on(before)
@@ -222,7 +231,7 @@ class ReplicaSide:
                 self.step.sync()
             figures_of(self.replica).step(portion.examples)
             return
-        _give_way(self)  # one that is alone waits for nobody
+        _break_if_changed(self)  # a replica that is alone would not notice in a collective
         if self._passes_on and self.job.succession is not None:
             self.job.succession.tell_pass(self.job, self.replica, self._data_progress())
             self._passes_on = False
@@ -235,7 +244,7 @@ class ReplicaSide:
             self._traces.before()
         done_here = self.replica.collective.step(partial(self.step.take, portion, last))
         if self._traces is not None and self._traces.left():
-            self.replica.collective.offer(None, lambda told: None)  # nobody follows from here on
+            self.replica.collective.offer(None, lambda told: None)  # a standby cannot join any more
         if self.step.settled:
             journal.updated(self.job.recipe.metrics, self.replica)
             lossy_wire.updated_alone()
@@ -248,7 +257,7 @@ class ReplicaSide:
         return replica_progress.data_progress(self.job, self.replica) if chief else None
 
     def break_off(self, journal: FitJournal) -> None:
-        """Keep what this training goes on from, when replicas have come together again."""
+        """Undo the unfinished update and keep what the next try of this training goes on from."""
         job, replica, begun = self.job, self.replica, self.job.source.journal.begun
         found = journal.interrupt(job.recipe.metrics, self.tally, begun)
         trouble = replica.membership.trouble
@@ -263,7 +272,7 @@ class ReplicaSide:
             job.resumed = {**found, **data, "scaler": scaler}
 
     def arrive(self) -> None:
-        """Have the weights here, if callbacks look at them between batches."""
+        """Bring the weights home, where callbacks may read them between batches."""
         self.step.bring_home()
 
     refresh = arrive
@@ -272,10 +281,10 @@ class ReplicaSide:
         return False  # replicas listen before the next batch, or at the end of the epoch
 
     def stop(self, work: Any) -> None:
-        """All replicas have heard that they stop."""
+        """Do nothing: all replicas have heard of the stop in `listen`."""
 
     def note(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Every replica has the same."""
+        """Do nothing: every replica computes the same logs."""
 
     def end_epoch(self, started: float) -> dict[str, Any]:
         job, replica, tally = self.job, self.replica, self.tally
@@ -318,7 +327,7 @@ class ReplicaSide:
                 group.update(_settings(group))
             return job.callbacks.stop
         if job.settings.sync is None:
-            _give_way(self)
+            _break_if_changed(self)
         mine, changes = None, job.callbacks.changes
         if replica.is_chief:
             changes.check_layout()
@@ -345,16 +354,16 @@ class ReplicaSide:
         return bool(told["stop"])
 
 
-def _give_way(side: ReplicaSide) -> None:
-    """Break off if replicas have left or joined; those that meet now and then do so at the next
-    meeting, or where the chief would speak to one that is dead."""
+def _break_if_changed(side: ReplicaSide) -> None:
+    """Break off if replicas have left or joined. With `sync=` that waits until the next meeting:
+    between two meetings replicas hold updates that the others do not have."""
     keeper = side.step.keeper
     if side.job.journal is not None and (keeper is None or not keeper.apart):
         side.replica.membership.raise_if_trouble()
 
 
 def _refuse_apart(step: OneDevice) -> None:
-    """Refuse weights of the chief's for all while replicas have updates of their own."""
+    """Refuse to broadcast the chief's weights while replicas hold updates of their own."""
     if step.keeper is not None and step.keeper.apart:
         raise UsageError(
             f"a callback wrote weights between two meetings ({step.keeper.made_with}), "

@@ -37,10 +37,9 @@ from stratagem.frontends.row_trials import (
     copied,
     in_place,
     kinds_of,
-    look_at,
 )
 from stratagem.frontends.sources import Portion
-from stratagem.state.change_tracker import requires_grad
+from stratagem.state.change_tracker import module_attributes, requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
@@ -55,7 +54,7 @@ ENOUGH = sum(_SHARES)
 
 
 class RowCheck:
-    """Asked before every batch, on every replica; acts before the first, and before ever fewer."""
+    """The trial of rows, asked before every batch on every replica; acts ever more rarely."""
 
     def __init__(self, module: Any, recipe: Recipe, replica: Replica, verb: str) -> None:
         """`verb`: "fit", "evaluate" or "predict"."""
@@ -65,7 +64,7 @@ class RowCheck:
         self._again = verb != "predict" and (recipe.loss.own or bool(recipe.metrics.functions))
         self._seen, self._next = 0, 1
         self.open = recipe.check and replica.count > 1
-        #: whether trying is of no use
+        #: whether a trial has failed for another reason, and is not made again
         self._failed = False
         #: rows of a share that was too small to be cut
         self._kept: Any = None
@@ -84,8 +83,8 @@ class RowCheck:
             self._settle()
 
     def alone(self, portion: Portion) -> None:
-        """The same where others have the rest of the batch, some other time: small shares wait for
-        the next one."""
+        """As `before` for a worker of servers, without the other shares: a small share is kept
+        until the next one."""
         if self._is_due():
             batch = [portion.x, portion.y, portion.weight]
             other, self._kept = self._kept, batch
@@ -95,8 +94,8 @@ class RowCheck:
                 self._settle()
 
     def rehearse(self, portion: Portion) -> None:
-        """Put a batch through model and loss, alone, so that the first one in earnest is as fast as
-        later ones."""
+        """Put a batch through model and loss without a trace, so that a standby's first step is as
+        fast as later steps."""
         batch = [portion.x, portion.y, portion.weight]
         try:
             self._run(batch, portion.total)
@@ -113,7 +112,7 @@ class RowCheck:
         self._next, self._kept, self.open = 2 * self._seen, None, self._again
 
     def _act(self, examples: int, batch: Any, other: Any) -> None:
-        """On the chief, with rows of its share, and maybe some of another one."""
+        """Make the trial, on the chief, with rows of its share and perhaps of another share."""
         if self.replica.index != 0 or self._failed:
             return
         try:
@@ -122,7 +121,7 @@ class RowCheck:
             if self._again:
                 trial()
             else:
-                self.recipe.passed.unless_passed(self.verb, partial(self._look, whole), trial)
+                self.recipe.passed.unless_passed(self.verb, partial(self._key, whole), trial)
         except StratagemError:
             raise
         except Exception as error:
@@ -130,8 +129,8 @@ class RowCheck:
             say_untried(error)
 
     def _rows(self, examples: int, batch: Any, other: Any) -> tuple[Any, list[Any]]:
-        """A few of them as one batch, and as two shares. Targets that cannot be cut are left out,
-        with the loss, if that is torch's own."""
+        """A few rows as one batch and as two shares. Targets that cannot be cut are left out with
+        the loss, if the loss is torch's own."""
         try:
             check_rows(batch, examples)
         except ValueError:
@@ -141,14 +140,20 @@ class RowCheck:
             other = other and [other[0], None, None]
         return few_rows(batch, examples, to_device(other, self.replica.device))
 
-    def _look(self, whole: Any) -> list[Any]:
-        """Everything that a trial of these rows depends on, as far as it can be seen."""
-        trained = requires_grad(self.module)
-        owners = [*self.module.modules(), *self._judges()]
-        return [kinds_of(whole), self.recipe.autocast, trained, look_at(owners)]
+    def _key(self, whole: Any) -> list[Any]:
+        """What a trial of these rows depends on, as far as that is cheap to see."""
+        judges = [each for each in self._judges() if isinstance(each, torch.nn.Module)]
+        return [
+            kinds_of(whole),
+            self.recipe.autocast,
+            requires_grad(self.module),
+            dict(self.module.named_modules()),
+            module_attributes(self.module, *judges).seen,
+            self.recipe.loss,
+        ]
 
     def _judges(self) -> list[Any]:
-        """The loss, its function and, of a module, the parts."""
+        """The loss and its function, or the parts of a loss module."""
         loss = self.recipe.loss
         function = getattr(loss, "function", None)
         parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
@@ -188,7 +193,7 @@ class RowCheck:
         self.recipe.metrics.check_functions(one.metrics, metrics, tolerance.loss)
 
     def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
-        """One batch through model and loss, and nothing of it remains."""
+        """Put one batch through model and loss without a trace."""
         trains = self.verb == "fit"
         function = getattr(self.recipe.loss, "function", None)
         buffers = _marks(function)
@@ -221,7 +226,7 @@ class RowCheck:
     def _weigh(
         self, adapter: TorchAdapter, output: Any, given: list[Any], examples: int, total: int
     ) -> BatchOutcome:
-        """What the loss says of outputs, given targets and sample weights."""
+        """Compute loss, gradients and metrics for these outputs."""
         loss, (y, weight), outputs = self.recipe.loss, given, pytree.tree_leaves(output)
         run = BatchOutcome(list(map(copied, outputs)), examples)
         if self.verb == "predict" or (y is None and not loss.own):
@@ -241,8 +246,8 @@ class RowCheck:
         return run
 
     def _sources(self, outputs: list[Any]) -> list[Tensor]:
-        """What gradients are of: the outputs, which have been compared; or, where one is a single
-        number (a loss that the model computes itself, say), the parameters."""
+        """The tensors to differentiate by: the outputs, which have been compared; or the parameters
+        if an output is a single number (a loss that the model computes itself)."""
         found = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
         if found and all(each.dim() or each.is_leaf for each in found):
             return found
@@ -251,11 +256,11 @@ class RowCheck:
 
 @dataclass
 class BatchOutcome:
-    """What came of one batch, in copies: what is written to is put back when it is over."""
+    """The results of one batch as copies, since a dry run restores what was written."""
 
     outputs: list[Any]
     examples: int
-    #: whether the loss says something; then that, and what it is yet to be divided by
+    #: whether there is a loss; its numerator and denominator
     judged: bool = False
     above: float = 0.0
     below: float = 1.0
@@ -268,7 +273,7 @@ class BatchOutcome:
 
 
 def _in_rows(output: Any, total: int) -> bool:
-    """Whether every output has a row for each of them."""
+    """Whether every output has `total` rows."""
     leaves = pytree.tree_leaves(output)
     return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
 
@@ -278,7 +283,7 @@ def _over(gradients: Sequence[Tensor | None], below: float) -> list[Tensor | Non
 
 
 def _marks(loss: Any) -> dict[str, tuple[int, int]]:
-    """What tells whether a loss has written into its buffers, or made others."""
+    """The identity and version of a loss's buffers, which change when it writes to them."""
     named = loss.named_buffers() if isinstance(loss, torch.nn.Module) else ()
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
@@ -297,7 +302,7 @@ def say_untried(error: Exception) -> None:
 
 
 def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[Any]]:
-    """Some of a share, or a small one and another, as one batch and as two shares."""
+    """A few rows of one share, or of two small shares, as one batch and as two shares."""
     size = check_rows(batch, examples)
     if other is not None:
         batch = joined(batch, other)

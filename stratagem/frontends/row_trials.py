@@ -1,20 +1,18 @@
-"""What a few rows gave as one batch, against what shares of them gave: the same, to rounding? And
-which such trials a model has passed."""
+"""Comparison of a few rows as one batch with shares of them, to rounding; and which of these
+trials a model has passed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from stratagem.compat.torch_names import pytree
 from stratagem.errors import NotDistributable
-from stratagem.state.change_tracker import snapshot, version_of
 
 LOSS = "the loss"
 _OTHERWISE = "use one device, or skip this check (check=False) where that is meant."
@@ -26,7 +24,7 @@ _MARGIN = 20
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What rounding may do: to a tensor, to a gradient beside larger ones, and to the loss."""
+    """Relative tolerances: of a tensor, of a gradient beside larger ones, and of the loss."""
 
     own: float
     beside: float
@@ -36,7 +34,7 @@ class Tolerance:
 
     @classmethod
     def of(cls, device: torch.device, runs: Iterable[TrialRun]) -> Tolerance:
-        """By the coarsest numbers in any of the runs.
+        """Choose by the coarsest dtype in any of the runs.
 
         Honest float32 models, as they were made, differ between a batch and its shares by 1.2e-6
         at most on a CPU: 40 layers with norms; 12 of a transformer 4.4e-7, LSTMs over 256 steps,
@@ -53,12 +51,12 @@ class Tolerance:
 
     @property
     def floor(self) -> float:
-        """For what is almost nothing."""
+        """The absolute tolerance of numbers near zero."""
         return min(1e-6, self.own / _MARGIN)
 
     def widened(self, plain: Result, disturbed: Result) -> Tolerance:
-        """By what rounding does here: one result, and what it is if all on the way is rounded
-        otherwise."""
+        """Widen by the rounding seen here: a result, and the same result with every intermediate
+        value rounded otherwise."""
         outputs = [
             float((_plain(a) - _plain(b)).abs().max() / _plain(a).abs().max().clamp(min=1e-300))
             for a, b in zip(plain.outputs, disturbed.outputs, strict=True)
@@ -77,7 +75,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run."""
+    """The outputs, gradients and loss of one run."""
 
     outputs: Sequence[Any]
     gradients: Sequence[Tensor | None]
@@ -85,7 +83,7 @@ class Result:
 
 
 class TrialRun(Protocol):
-    """One batch, or a share of it, that was put through model and loss."""
+    """A batch, or a share of a batch, that was put through model and loss."""
 
     #: the relative rounding of the coarsest numbers in it
     epsilon: float
@@ -99,9 +97,8 @@ def agree(
     whole: TrialRun,
     disturb: Callable[[], TrialRun],
 ) -> None:
-    """Compare; where that fails, once more by what rounding does to these very numbers, which
-    `disturb` tells: near a minimum, say, gradients are the differences of numbers that are almost
-    equal."""
+    """Compare; if that fails, compare again with the tolerance widened by a run with other rounding
+    (`disturb`): near a minimum, for example, gradients are differences of almost equal numbers."""
     try:
         compare(tolerance)
     except NotDistributable:
@@ -109,14 +106,14 @@ def agree(
 
 
 def copied(leaf: Any) -> Any:
-    """What is written to is put back when a run is over."""
+    """Copy a tensor, since dry runs restore what was written."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def compare_outputs(
     verb: str, whole: list[Any], parts: list[list[Any]], tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """Raise if a row's output is another one without the other rows."""
+    """Raise if the output of a row depends on the other rows."""
     told = f"rows of a batch go to several replicas, so they would {verb} something else than one"
     for leaf, *shares in zip(whole, *parts, strict=True):
         if not isinstance(leaf, Tensor) or not all(isinstance(each, Tensor) for each in shares):
@@ -141,12 +138,12 @@ def compare_outputs(
 
 
 def _only_moved(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
-    """Whether it is the order of rows that differs, as that of a trial's permutation does."""
+    """Whether only the order of the rows differs."""
     return not _apart(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
 
 
 def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
-    """Along which the shares make up the whole."""
+    """The axes along which the shares make up the whole."""
     if len({each.dim() for each in (leaf, *shares)}) > 1:
         return []
     lengths = [sum(each.shape[axis] for each in shares) for axis in range(leaf.dim())]
@@ -156,7 +153,7 @@ def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
 def in_place(
     whole: Sequence[Tensor | None], parts: list[list[Tensor | None]]
 ) -> list[list[Tensor | None]]:
-    """Gradients of the shares' outputs as parts of that of the whole's, so that they add up."""
+    """Pad the gradients of the shares' outputs to the whole output's shape, so they add up."""
     found: list[list[Tensor | None]] = [[] for _ in parts]
     for leaf, *shares in zip(whole, *parts, strict=True):
         given = [each for each in shares if each is not None]
@@ -257,21 +254,17 @@ def _norm(gradient: Tensor | None) -> float:
 
 
 # --- trials that a model has passed: not every later call makes them again ------------------------
-#
-# A call looks at what is tried first: its objects, their attributes and classes, and the kind of
-# the rows. Where that is as it was, the trial is made at the 1st, 2nd, 4th, 8th, ... call only;
-# anything else begins anew. What is not seen (values of trained weights, of statistics and of rows,
-# a global that a forward pass reads) is the reason for doing it again at all.
-
 
 log = logging.getLogger("stratagem")
-#: attributes of a module with what training writes to
-_TRAINED = frozenset({"_parameters", "_buffers", "_modules"})
-_LIBRARIES = frozenset({"torch", "keras", "builtins", "functools", "collections", "stratagem"})
 
 
 class PassedTrials:
-    """Of one compiled model, in this process."""
+    """The trials that one compiled model has passed in this process, by name.
+
+    A call with the key of the call before makes the trial if it is the 2nd, 4th, 8th, ... such
+    call; a call with another key starts over. What no key holds (the values of weights, statistics
+    and rows, a global that a forward pass reads) is the reason to try again at all.
+    """
 
     def __init__(self) -> None:
         self._passed: dict[str, tuple[Any, int]] = {}
@@ -279,13 +272,11 @@ class PassedTrials:
     def __reduce__(self) -> Any:
         return PassedTrials, ()  # a copy elsewhere has passed nothing
 
-    def unless_passed(
-        self, name: str, look: Callable[[], Any], trial: Callable[[], object]
-    ) -> None:
-        """Make the trial, unless it was passed by what looked alike; one that raises was not."""
+    def unless_passed(self, name: str, key: Callable[[], Any], trial: Callable[[], object]) -> None:
+        """Make the trial unless it was passed with an equal key; one that raises is not passed."""
         before, calls = self._passed.pop(name, (None, 0))
         try:
-            now = look()
+            now = key()
             calls = calls + 1 if before == now else 1
         except Exception as error:  # say, a list that has itself inside
             log.debug("rows are tried at each call: %s: %s", type(error).__name__, error)
@@ -294,80 +285,6 @@ class PassedTrials:
         if calls & (calls - 1) == 0:
             trial()
         self._passed[name] = now, calls
-
-
-class _Same:
-    """Equal to what holds the very same object, which it keeps: its place is not given again."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def look_at(
-    objects: Iterable[Any], compute: str = "forward", but: Collection[str] = ()
-) -> list[Any]:
-    """What tells later whether these are as they are now: which they are, the method of their class
-    that computes, their attributes `but` some, and those of classes that are not a library's."""
-    look = _Look()
-    return [
-        (
-            _Same(each),
-            getattr(type(each), compute, None),
-            {
-                name: snapshot(value, _held if name in _TRAINED else look.inside)
-                for name, value in getattr(each, "__dict__", {}).items()
-                if name not in but
-            },
-            look.of_class(type(each)),
-        )
-        for each in objects
-    ]
-
-
-def _held(value: Any) -> Any:
-    """Of what a module holds: which it is; where training does not write to it, or where it is one
-    number, also what is in it."""
-    if isinstance(value, Parameter):
-        return _Same(value), None if value.requires_grad else version_of(value)
-    one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-    return _Same(value), float(value) if one else None
-
-
-class _Look:
-    """Goes into objects, into each once."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-
-    def inside(self, value: Any) -> Any:
-        """Of an object: which one, and its attributes; of a tensor also how often it was written
-        to. Of modules and of a library's objects the attributes are not gone into."""
-        if isinstance(value, Tensor):
-            return _Same(value), version_of(value)
-        if isinstance(value, type) or id(value) in self._seen:
-            return _Same(value)
-        self._seen.add(id(value))
-        stops = isinstance(value, Module) or _is_of_library(type(value))
-        known = getattr(value, "__dict__", {})
-        return _Same(value), {
-            name: snapshot(each, _Same if stops else self.inside) for name, each in known.items()
-        }
-
-    def of_class(self, kind: type) -> list[Any]:
-        if id(kind) in self._seen:
-            return []
-        self._seen.add(id(kind))
-        own = [each for each in kind.__mro__ if not _is_of_library(each)]
-        return [[(name, snapshot(v, _Same)) for name, v in vars(each).items()] for each in own]
-
-
-def _is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
 def kinds_of(batch: Any) -> list[Any]:

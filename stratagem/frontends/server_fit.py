@@ -43,7 +43,6 @@ def fit(job: Fit) -> None:
         return
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
-    job.recipe.metrics.saves = job.saves
     served = job.settings.served
     assert served is not None
     session = Session(
@@ -73,7 +72,7 @@ def fit(job: Fit) -> None:
 
 
 def _lead(side: ChiefSide) -> None:
-    """As the chief: run the loop, and end the training for everybody."""
+    """Run the loop as the chief, and end the training of all workers."""
     job = side.job
     model = job.callbacks.model
     model.bring_home = side.bring_home
@@ -88,7 +87,7 @@ def _lead(side: ChiefSide) -> None:
 
 
 def _believe(job: Fit, session: Session, over: FitOver) -> None:
-    """Take over what the chief said of the training that is over."""
+    """Take over the history that the chief sent at the end of the training."""
     history, job.terminated = session.take_last(over) or ([], False)
     model = job.callbacks.model
     if history and model is not None:  # a client of its own; a child has no history to keep
@@ -98,7 +97,7 @@ def _believe(job: Fit, session: Session, over: FitOver) -> None:
 
 
 class WorkerSide:
-    """One worker at work."""
+    """The work of one worker: compute gradients for tickets until the epoch or the fit is over."""
 
     def __init__(
         self, job: Fit, session: Session, replica: Replica, step: Pushed | Grouped
@@ -117,13 +116,13 @@ class WorkerSide:
         self._begin()
 
     def _begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch or a segment of one."""
         self.job.module.train()
         self.step.begin()
         self._counted = 0
 
     def follow(self) -> None:
-        """As another worker than the chief: work until the chief ends it."""
+        """Work until the chief ends the fit; for every worker but the chief."""
         while True:
             work = self.worker.next(wait=False)
             if isinstance(work, FitOver):
@@ -138,7 +137,7 @@ class WorkerSide:
                 self.take(work)
 
     def take(self, work: Assignment) -> None:
-        """One ticket."""
+        """Compute and push the gradient of one ticket."""
         if work.epoch != self._epoch:
             if self._epoch and not self.worker.is_chief:
                 self._begin()  # it was absent when the last one ended
@@ -154,11 +153,11 @@ class WorkerSide:
         self._counted += self.step.push(work, portion)
 
     def _report(self, *, void: bool = False) -> None:
-        """What this worker has counted in the epoch that is over; `void`: but for the last."""
+        """Report this worker's counts of the epoch; `void`: the last gradient was dropped."""
         self._counted -= void
         self.step.count(void=void)
         grouped = isinstance(self.step, Grouped)
-        # what a checkpoint has of this epoch counts, too, if the chief gets no ticket of the rest
+        # counts that came from a checkpoint are reported even if the chief gets no ticket
         counted = self._counted or grouped or self.job.recipe.metrics.counted
         states = self.step.states() if counted else []
         floats = self.session.statistics.here()
@@ -172,7 +171,12 @@ class WorkerSide:
 
 
 class ChiefSide(WorkerSide):
-    """The chief, as the loop of `fit` sees it."""
+    """The loop's `FitSide` on the chief, which is a worker, too.
+
+    In an epoch the chief deals tickets and works on some of them (`work`, `take`), then gathers all
+    workers' reports (`end_epoch`). With checkpoints an epoch has several segments, each ending in
+    such a gathering (`_gather`), so that no ticket is out when a checkpoint is written.
+    """
 
     settled = False  # a checkpoint is made between two segments
 
@@ -181,32 +185,32 @@ class ChiefSide(WorkerSide):
     ) -> None:
         super().__init__(job, session, replica, step)
         self.tester, self.is_chief = alone(replica), True
-        #: of the epoch under way, but for its last segment: the loss and the examples, added up,
-        #: and what workers have counted
+        #: of the epoch's finished segments: the sum of losses and of examples, and the counts of
+        #: the workers' metrics
         self.loss_sum: list[Any] = [0.0, 0]
         self._states: list[Any] = []
-        #: what each worker's wire has kept for later pushes
+        #: the residuals that each worker's wire holds back for later pushes
         self._residuals: list[Any] = []
         self.segments = Segments()
         self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
         self.state = KeptState(job.optimizer, session.params)
         self._told: list[Any] = []
         self._stats, self._details = EpochStats(), Details()
-        #: the version that was brought home after an epoch
+        #: the version of the weights in the module, if no update came since
         self._home: int | None = None
-        #: whether others have models of their own, which do not see what callbacks change here
+        #: whether other processes have a model, which does not see what callbacks change here
         self._several = session.plan.workers > 1 or isinstance(step, Grouped)
-        #: whether a callback has written into what is not trained, frozen parameters say
+        #: whether a callback has written buffers or frozen parameters
         self._beside = False
 
     def end(self) -> None:
-        """The training is over for everybody."""
+        """End the training of all workers."""
         self.session.end([self._told, self.job.terminated])
 
     def bring_home(self) -> int:
-        """One version of everything into the user's own objects, while the others go on."""
+        """Read one version of the whole state into the user's objects, while workers go on."""
         if self._home is not None:
-            return self._home  # nobody has trained since
+            return self._home  # no update since
         version = self.session.read_state()
         self.job.callbacks.changes.mark()
         self.state.mark()
@@ -230,8 +234,8 @@ class ChiefSide(WorkerSide):
             job.source.check_enough(scheduler.dealt, job.steps_per_epoch, epoch)
 
     def _segments(self, epoch: int) -> Iterator[Assignment]:
-        """An epoch in pieces, after each of which a checkpoint may be made: all that was dealt is
-        in the weights then, and every worker has reported."""
+        """Deal an epoch in segments, with a checkpoint between two of them: every dealt batch is in
+        the weights then, and every worker has reported."""
         scheduler, segments = self.scheduler, self.segments
         scheduler.open_epoch(epoch, self.job.steps_per_epoch)
         while not scheduler.dry:
@@ -254,7 +258,7 @@ class ChiefSide(WorkerSide):
         self._beside = False
 
     def _gather(self) -> None:
-        """Add up what all have counted, and make running statistics one."""
+        """Gather the reports of all workers, and average the running statistics."""
         self._report()
         reports, total, examples = self.worker.gather()
         self.loss_sum[0] += total
@@ -266,17 +270,17 @@ class ChiefSide(WorkerSide):
 
     def arrive(self) -> None:
         self.worker.arrive()
-        self.job.callbacks.changes.mark()  # what came is no change of theirs
+        self.job.callbacks.changes.mark()  # the arrived values are no change by a callback
 
     def refresh(self) -> None:
-        self.worker.refresh()  # or what callbacks write would undo the update
+        self.worker.refresh()  # else weights that a callback writes would undo the update
 
     def after_batch(self) -> bool:
         self._follow_weights(between=True)  # settings once this batch is applied
         return self.job.callbacks.stop
 
     def stop(self, work: Assignment | None) -> None:
-        """What is in hand is done, and nothing more."""
+        """Finish the tickets that are out, and deal no more."""
         if work is not None:
             self.worker.abandon(work.ticket)
         self.worker.put_back()
@@ -307,9 +311,8 @@ class ChiefSide(WorkerSide):
 
     def progress(self) -> dict[str, Any]:
         self.bring_home()
-        counted = [state["progress"] for state in self._states if "progress" in state]
-        here = self.job.recipe.metrics.progress()
-        gathered = gathered_from_workers(self.job, counted or [here], self.loss_sum)
+        counted = self._states or [self.job.recipe.metrics.progress()]
+        gathered = gathered_from_workers(self.job, counted, self.loss_sum)
         return gathered | {"residuals": self._residuals}
 
     def go_on(self, saved: dict[str, Any] | None) -> None:
@@ -321,13 +324,13 @@ class ChiefSide(WorkerSide):
         self.job.callbacks.changes.mark()
 
     def listen(self, *, between: bool = False) -> bool:
-        """Tell the servers what callbacks changed: settings, or the weights themselves."""
+        """Send the servers what callbacks changed: optimizer settings and weights."""
         self.worker.set_settings(self.session.settings())
         self._follow_weights(between=between)
         return self.job.callbacks.stop
 
     def _follow_beside(self, between: bool) -> None:
-        """What is not trained goes to the others when the next epoch begins."""
+        """Send buffers and frozen parameters to the other workers when the next epoch begins."""
         if between and self.session.plan.workers > 1:
             raise NotDistributable(
                 "a callback wrote into buffers or frozen parameters between two batches, and the "
@@ -367,10 +370,10 @@ class ChiefSide(WorkerSide):
 
 
 class RunningLoss:
-    """What batch callbacks see of the loss in mid-epoch: asked for only if somebody looks."""
+    """The loss that batch callbacks see in mid-epoch, requested only when it is read."""
 
     def __init__(self, worker: Any, before: Callable[[], list[Any]]) -> None:
-        """`before`: the loss and the examples of the epoch's earlier segments, added up."""
+        """`before`: the sums of losses and examples of the epoch's earlier segments."""
         self._worker, self._before = worker, before
 
     @property

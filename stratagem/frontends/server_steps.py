@@ -34,14 +34,15 @@ from stratagem.wire.tree import gather_tree
 
 
 class Pushed(TorchAdapter):
-    """A worker of one device."""
+    """The step of a worker with one device."""
 
     def __init__(self, job: Fit, session: Session, replica: Replica) -> None:
         super().__init__(job.module, job.optimizer, job.recipe, replica)
         self.session, self.committer = session, PushCommitter(session, session.settings)
         homes = () if job.recipe.jit_compile else session.worker.memory.homes()
         self._placed = PlacedGradients(job.module, homes)
-        #: outputs, targets, and whether they are of a part: metrics take in what is sure to count
+        #: the last outputs and targets, and whether they are of a part of a batch: metrics wait
+        #: until the gradient is known to count
         self._last: tuple[Any, Any, bool] | None = None
 
     def begin(self) -> None:
@@ -85,7 +86,7 @@ class Pushed(TorchAdapter):
     def _part(
         self, portion: Portion, output: Any, y: Any, sample_weight: Tensor | None
     ) -> tuple[Tensor, float]:
-        """A part's loss, and what it weighs among the parts of its batch."""
+        """The loss of a part of a batch, and its weight among the parts."""
         numerator, denominator = self.recipe.loss.terms(output, y, sample_weight, portion.examples)
         if denominator is None:  # a sum over rows grows with the batch
             return numerator * (portion.total / portion.examples), float(portion.examples)
@@ -93,15 +94,15 @@ class Pushed(TorchAdapter):
         return (numerator / weight if weight else numerator * 0.0), weight
 
     def count(self, *, void: bool = False) -> None:
-        """Metrics take in the last batch; not if it is `void`."""
+        """Update the metrics with the last batch, unless it is `void`."""
         last, self._last = self._last, None
         if last is not None and self.recipe.metrics and not void:
             output, y, part = last
             self.recipe.metrics.update(output, y, part=part)
 
     def states(self) -> list[Any]:
-        """What was counted in this epoch, by device."""
-        return [self.recipe.metrics.state()]
+        """The counts of the metrics in this epoch, one for each device."""
+        return [self.recipe.metrics.progress()]
 
     def spread(self) -> None:
         """There is no other device."""
@@ -111,7 +112,7 @@ class Pushed(TorchAdapter):
 
 
 class DelayedMetrics:
-    """Stands in for the metrics until it is known whether a gradient counts."""
+    """Keeps outputs and targets for the metrics until the gradient is known to count."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any, bool]] = []
@@ -127,7 +128,7 @@ class Grouped(Replicated):
         self._metrics, self._later = job.recipe.metrics, DelayedMetrics()
         waiting: Any = self._later
         recipe = replace(job.recipe, metrics=waiting)
-        # the type of the wire is for what goes to the servers
+        # `wire=` is for the messages to the servers
         super().__init__(Training(job.module, job.optimizer, recipe, Settings()), replica)
         self._job = job
         self._push = None if session is None else PushCommitter(session, session.settings)
@@ -143,7 +144,7 @@ class Grouped(Replicated):
         self._metrics.reset()
 
     def push(self, work: Assignment, portion: Portion) -> bool:
-        """As the first: have everybody compute a share of a ticket; whether the sum counted."""
+        """As the first device: compute a ticket on all devices; returns whether the sum counted."""
         ticket = work.ticket
         words = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
         self.commands.tell("work", words, work.epoch, work.payload)
@@ -152,28 +153,28 @@ class Grouped(Replicated):
         return self.compute(portion)
 
     def count(self, *, void: bool = False) -> None:
-        """Every device counts when it hears that a gradient did."""
+        """Do nothing: each device counts when the first says that a gradient did."""
 
     def states(self) -> list[Any]:
-        """As the first: what each device has counted in this epoch."""
+        """As the first device: gather the counts of all devices in this epoch."""
         self.commands.tell("report")
         return [state for state in self.report() if state is not None]
 
     def spread(self) -> None:
-        """As the first: what is not trained here, for everybody."""
+        """As the first device: broadcast buffers and frozen parameters."""
         if self.beside():
             self.commands.tell("take_beside")
             self.take_beside()
 
     def close(self) -> None:
-        """As the first: the training is over, with the last values for everybody."""
+        """As the first device: end the training, and broadcast the last values."""
         self.commands.tell(END)
         self.finish()
 
     # --- on every device: the verbs ---------------------------------------------------------------
 
     def compute(self, portion: Portion) -> bool:
-        """This device's share of a ticket's rows, with the first's values. Collective."""
+        """Compute this device's share of a ticket with the first device's values. Collective."""
         setup.spread(self._trained, self.replica)
         self.forget_gradients()
         self._portion = portion
@@ -181,7 +182,7 @@ class Grouped(Replicated):
         return self._counted
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
-        """In the place of an update: the servers make it."""
+        """Reduce and push the gradients; the servers update."""
         self._counted = self._group.commit([numerator, denominator]).counted
         for output, target, part in self._later.seen:
             if self._counted and self._metrics:
@@ -203,16 +204,16 @@ class Grouped(Replicated):
         return notes
 
     def report(self) -> list[Any]:
-        """Running statistics become one; what each device has counted. Collective."""
+        """Average running statistics, and gather the counts of the devices. Collective."""
         setup.average_buffers(self.module, self.replica)
         metrics = self._metrics
-        mine = metrics.state() if metrics.counted else None
+        mine = metrics.progress() if metrics.counted else None
         everybody = gather_tree(self.replica.collective, mine)
         metrics.reset()
         return everybody
 
     def beside(self) -> list[Tensor]:
-        """Frozen parameters that a callback may have written into, and buffers."""
+        """Buffers and frozen parameters, which a callback may have written."""
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         return [*frozen, *self.module.buffers()]
 
@@ -220,7 +221,7 @@ class Grouped(Replicated):
         setup.spread(self.beside(), self.replica)
 
     def finish(self) -> None:
-        """The last values. Collective."""
+        """Broadcast the last values. Collective."""
         super().close()
         setup.spread([*self.module.parameters(), *self.module.buffers()], self.replica)
 
@@ -234,14 +235,14 @@ def _share(portion: Portion, replica: Replica) -> Portion:
 
 
 def lead(job: Fit, session: Session, replica: Replica) -> Grouped:
-    """As the first device of a worker: have the others begin."""
+    """Begin on all devices of a worker, as the first."""
     CommandLoop(replica.collective).tell("begin", job.source.seed)
     setup.roll_dice_of_devices(replica)
     return Grouped(job, replica, session)
 
 
 def assist(job: Fit, replica: Replica) -> None:
-    """As another device: do what the first says until it says that all is done."""
+    """Serve the first device's commands until the training ends, as another device."""
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
     job.module.train()
@@ -306,7 +307,7 @@ class BatchScheduler:
         return self._sent is not None and self._sent.dry
 
     def fill(self) -> None:
-        """As the chief: see to it that enough waits to be taken."""
+        """As the chief: deal batches until enough tickets wait."""
         if self._sent is not None:
             self._sent.fill()
 

@@ -29,7 +29,7 @@ from stratagem.training.sharded_exchange import ShardedExchange
 
 
 class SharedSet(Sliced):
-    """As `Sliced`, with one set of gradients, to which backward adds as it goes."""
+    """The step of `Sliced` with one shared set of gradients, to which backward adds."""
 
     placed_gradients = FactoredGradients
     sliced_update = ShardedUpdate
@@ -169,7 +169,7 @@ def refuse_undivided(
 
 
 def refuse_half(recipe: Recipe) -> None:
-    """Refuse a gradient scaler."""
+    """Refuse float16, which needs a gradient scaler."""
     if recipe.autocast is torch.float16:
         raise NotDistributable(
             'precision="float16" unscales whole gradients, of which a replica of ShardedStrategy '
@@ -178,7 +178,7 @@ def refuse_half(recipe: Recipe) -> None:
 
 
 def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
-    """Refuse what cannot be trained in slices of one set."""
+    """Refuse what CPU replicas cannot train in slices of one shared set."""
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     refuse_half(recipe)
     for name, param in params.items():
@@ -191,7 +191,7 @@ def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> 
 
 
 def sharded_step(training: Training, replica: Replica) -> OneDevice:
-    """One set in shared memory on the CPUs of a machine; elsewhere torch's fully_shard."""
+    """Choose the step: shared memory on the CPUs of a machine, else torch's fully_shard."""
     module, optimizer, recipe, _ = training
     if replica.collective.shares_memory:
         refuse_unshared(module, optimizer, recipe)

@@ -65,7 +65,7 @@ class Portion:
 
 
 class UnreadPortion(Portion):
-    """A share whose rows are read when somebody looks: a standby leaves nearly all of them out."""
+    """A share whose rows are read at first use: a standby skips nearly all of them."""
 
     __slots__ = ("_read",)
 
@@ -95,7 +95,7 @@ class Source:
 
     @cached_property
     def journal(self) -> PassJournal:
-        """Where the present pass began; it can be gone on with elsewhere."""
+        """The journal of the present pass, from which another process can continue it."""
         return PassJournal(once=self.once)
 
     #: whether workers that read get their seed in the first pass only
@@ -110,7 +110,7 @@ class Source:
         raise NotImplementedError
 
     def known_input(self) -> Any:
-        """What the model is given, of one or more batches; None before one is read."""
+        """An input of the model, of one or more batches; None before a batch is read."""
         return None
 
     def whole(self, replica: Replica, epoch: int) -> Iterator[Portion]:
@@ -127,7 +127,7 @@ class Source:
         broadcast_tree(replica.collective, None)
 
     def leave(self, ordering: Ordering) -> None:
-        """Go past an epoch that was seen to its end, before this source was gone on with."""
+        """Skip an epoch that was finished before this source was resumed."""
         self.journal.leave()
 
     def part(self, epoch: int, ticket: Ticket, payload: Any) -> Portion:
@@ -147,11 +147,11 @@ class Source:
         return self.cuts()
 
     def look(self, label: str) -> Look:
-        """What must be the same on every worker."""
+        """The properties that must be the same on every worker."""
         raise NotImplementedError
 
     def for_followers(self) -> Source:
-        """The same without what only the chief reads."""
+        """A copy without what only the chief reads."""
         return self
 
     def agree(self, replica: Replica) -> None:
@@ -343,7 +343,7 @@ class StreamSource(Source):
 
 
 def _reader(replica: Replica) -> Replica:
-    """One that reads for all, in the chief's order."""
+    """A replica that reads whole batches, in the chief's order."""
     reader = alone(replica)
     reader.streams = replica.streams
     return reader

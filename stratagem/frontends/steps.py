@@ -1,10 +1,12 @@
-"""One training step on one replica, in forms that give the same result.
+"""One training step on one replica, in classes that all give the result of one device.
 
-OneDevice    one replica: the loop that one would write by hand
-Searching    one replica with LBFGS, which asks for the loss several times a step
-Replicated   gradients all-reduced, every replica updates its own copy
-Sliced       CPU replicas of one machine: parameters shared, each updates its slice
-Pushed       a worker of servers, which update; in server_steps.py
+OneDevice    `take`: forward, backward, update, as in a loop written by hand
+  Searching    overrides `take`: LBFGS evaluates the loss several times a step
+  Dealt        overrides `take`: backward of a share (`_gradients`), then `_finish`
+    Replicated   defines `_finish`: all-reduce, then every replica updates its own copy
+      Sliced       overrides `_finish`: CPU replicas of one machine, each updates its slice
+Others: Apart (apart.py), SharedSet and FullySharded (sharded_steps.py), Staged (staged.py), Divided
+(divided.py); Pushed and Grouped (server_steps.py), where servers update.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from stratagem.wire.shared_memory import sharing
 
 
 class OneDevice(TorchAdapter):
-    """One replica; and what the loop asks of every form that updates here.
+    """The step of a single replica, and the interface of every step that updates here.
 
-    keep              an update begins that may have to be done again
-    sync              after an update: replicas come together, if they do now and then; collective
-    follow_settings   the optimizer's settings have changed
-    take_back         somebody has changed weights, or given them other memory
-    meet              bring replicas together that may have gone apart; collective
-    bring_home        have whole parameters and optimizer state where others look; collective
-    close             take hooks and shared memory away; collective
-    leave             the same after a failure, alone; memory that was shared stays where it is
+    keep              before an update that may have to be done again: keep the parameters
+    sync              after an update: meet, if it is time (`sync=`); collective
+    follow_settings   after the optimizer's settings have changed
+    take_back         after a callback has written weights, or given them other memory
+    meet              average replicas that have trained apart; collective
+    bring_home        gather whole parameters and optimizer state into the module; collective
+    close             remove hooks and shared memory; collective
+    leave             the same after a failure, without the other replicas
     """
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training.module, training.optimizer, training.recipe, replica)
         self.tally = LossSum()
-        #: takes in outputs and targets for the metrics
+        #: updates the metrics with outputs and targets
         self.take_in: Callable[..., None] = training.recipe.metrics.update
         #: whether `keep` does anything here
         self.keeps = replica.is_chief
@@ -57,12 +59,12 @@ class OneDevice(TorchAdapter):
 
     @property
     def keeper(self) -> GradientExchange | None:
-        """Where gradients go, and something may be kept for later steps, where they travel."""
+        """The exchange that may hold something back for later steps; None without an exchange."""
         return None
 
     @property
     def settled(self) -> bool:
-        """Whether no gradient waits for those of other batches."""
+        """Whether no accumulated gradient waits for an update."""
         return not self._waiting
 
     def take(self, portion: Portion, last: bool) -> None:
@@ -82,7 +84,7 @@ class OneDevice(TorchAdapter):
             self.update()
 
     def keep(self) -> None:
-        return None  # what breaks off has not been applied
+        return None  # a step that breaks off has not been applied
 
     def meet(self) -> None:
         return None
@@ -93,11 +95,11 @@ class OneDevice(TorchAdapter):
         self.leave()
 
     def leave(self) -> None:
-        self.forget_gradients()  # of batches that were to be added up with others
+        self.forget_gradients()  # of an unfinished accumulation
 
 
 class Searching(OneDevice):
-    """One replica with an optimizer that evaluates the loss several times a step."""
+    """The step of a single replica whose optimizer evaluates the loss several times."""
 
     def take(self, portion: Portion, last: bool) -> None:
         seen: list[tuple[Any, Any]] = []
@@ -122,11 +124,11 @@ class Searching(OneDevice):
 
 
 class Dealt(OneDevice):
-    """A share of each batch: backward of this share's part of the global loss."""
+    """The step of a replica with a share of each batch, up to the update (`_finish`)."""
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training, replica)
-        #: whether a share without rows takes part with a borrowed one, since layers meet
+        #: whether an empty share runs a borrowed row, since layers (SyncBatchNorm) are collective
         self._borrows = False
         self._pair: Tensor | None = None
 
@@ -150,7 +152,7 @@ class Dealt(OneDevice):
             self._finish(portion, numerator, denominator)
 
     def _gradients(self, portion: Portion) -> tuple[Any, Any]:
-        """Backward of this share's part of the global loss; returns what it adds to the notes."""
+        """Run backward of this share's part of the global loss; returns numerator, denominator."""
         recipe = self.recipe
         if portion.examples == 0 and not self._borrows:
             self._divisor(portion, 0.0)
@@ -174,7 +176,7 @@ class Dealt(OneDevice):
         return numerator.detach(), denominator
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
-        """What the sum of numerators is divided by before backward."""
+        """The number by which the numerator is divided before backward."""
         if self.recipe.loss.counted and self.recipe.accumulate > 1:
             # Micro-batches are added up before anything travels, so each needs its own count.
             return self._add_up(float(denominator), 0.0)[0] or 1.0  # as per_target
@@ -195,15 +197,15 @@ class Dealt(OneDevice):
         self.tally.add(ratio(above, below), portion.total)
 
     def arm(self, apply: bool) -> None:
-        """Before a backward pass: whether its gradients make an update, with those before."""
+        """Called before backward: whether its gradients complete an update."""
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
-        """Bring gradients together and update."""
+        """Reduce the gradients and update."""
         raise NotImplementedError
 
 
 class Replicated(Dealt):
-    """Several replicas with a copy of the parameters each."""
+    """The step of replicas that all-reduce, each with a copy of the parameters."""
 
     #: where gradients of linear layers are made
     placed_gradients = PlacedGradients
@@ -257,7 +259,7 @@ class Replicated(Dealt):
 
 
 class Sliced(Replicated):
-    """CPU replicas of one machine: one set of parameters, each replica updates its slice."""
+    """The step of CPU replicas that share one set of parameters, each updating its slice."""
 
     sliced_update = SlicedUpdate
 
@@ -269,20 +271,20 @@ class Sliced(Replicated):
         try:
             shared = sharing(replica.collective)
             self.sliced = self.sliced_update(self.optimizer, buckets, shared, factored)
-        except BaseException:  # somebody has died meanwhile
+        except BaseException:  # another replica has died meanwhile
             Replicated.leave(self)
             raise
         self._factors = self.sliced.factors
-        # later only somebody's own code could hook into nodes, and there are no factors with that
+        # hooks on autograd nodes come from user code only, and with hooks there are no factors
         watched = any(map(is_kept, buckets.params)) if self._factors else False
         self._by_weight: dict[Tensor, Factors] = (
             {} if watched else {buckets.params[i]: factors for i, factors in self._factors.items()}
         )
 
     def _factored(self, params: Sequence[nn.Parameter]) -> list[int]:
-        """Weights of which replicas tell each other the factors of the gradient.
+        """The weights whose gradients replicas exchange as factors.
 
-        Not where somebody's own code runs before the update: it would find no gradient there.
+        None where user code runs before the update: it would find no gradient.
         """
         recipe = self.recipe
         if recipe.accumulate > 1 or recipe.loss.own or recipe.metrics.own:
@@ -318,7 +320,7 @@ class Sliced(Replicated):
         self.sliced.take_back()
 
     def keep(self) -> None:
-        if self.keeps:  # the chief, whose state all others take, or who may be the chief next
+        if self.keeps:  # the chief, whose state all replicas take, or its possible successor
             self.sliced.keep()
 
     def close(self) -> None:
@@ -332,13 +334,13 @@ class Sliced(Replicated):
 
 
 def ratio(above: float, below: float) -> float:
-    """A loss; where nothing counts it is no number, as on one device."""
+    """A loss from its terms; NaN where no target counts, as on one device."""
     return above / below if below else math.nan
 
 
 def per_target(portion: Portion, notes: Any) -> Tensor:
-    """From a mean over all rows to one over the targets that count; where none does, gradients are
-    zero as they are, which is torch's answer, too."""
+    """The factor from a mean over all rows to a mean over the targets that count; 1 where none
+    counts, since the gradients are zero then, as torch's are."""
     counted = notes[1]
     total = torch.full_like(counted, portion.total)  # a number / a tensor is not the nearest one
     return torch.where(counted == 0, torch.ones_like(counted), total / counted)

@@ -93,16 +93,17 @@ class AttributeTracker:
 
     def mark(self) -> None:
         """Remember the attributes as they are."""
-        self._seen = self._look()
+        #: comparable with another tracker's
+        self.seen = self._look()
 
     def changes(self) -> list[Change]:
         """Return the attributes that are new or changed since the mark."""
         now = self._look()
-        if now == self._seen:
+        if now == self.seen:
             return []
         return [
             (i, name, _portable(vars(self.objects[i])[name]))
-            for i, (old, new) in enumerate(zip(self._seen, now, strict=True))
+            for i, (old, new) in enumerate(zip(self.seen, now, strict=True))
             for name, seen in new.items()
             if name not in old or old[name] != seen
         ]
@@ -111,13 +112,14 @@ class AttributeTracker:
         """Return all attributes, for a copy that was made earlier."""
         return [
             (i, name, _portable(vars(self.objects[i])[name]))
-            for i, each in enumerate(self._seen)
+            for i, each in enumerate(self.seen)
             for name in each
         ]
 
     def values(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the objects, each with the values of the attributes known at the mark."""
-        pairs = zip(self.objects, self._seen, strict=True)
+        """Remember the attributes as they are."""
+        #: comparable with another tracker's
+        self.seen = self._look()
         return [(obj, {name: vars(obj)[name] for name in seen}) for obj, seen in pairs]
 
     def _look(self) -> list[dict[str, Any]]:
@@ -180,15 +182,9 @@ def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
             value = value.to(before.device)
         attributes[name] = value
 
-
-def parts_of(module: nn.Module) -> list[nn.Module]:
-    """Return all modules but TorchScript's, whose attributes cannot be read."""
-    return [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-
-
-def module_attributes(module: nn.Module) -> AttributeTracker:
-    """Track a module's attributes and its parts': `training` and those that are not torch's own."""
-    return AttributeTracker(parts_of(module), MODULE_ATTRIBUTES - {"training"}, nested=True)
+        """Remember the attributes as they are."""
+        #: comparable with another tracker's
+        self.seen = self._look()
 
 
 def requires_grad(module: nn.Module) -> list[bool]:

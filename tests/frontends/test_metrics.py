@@ -208,13 +208,44 @@ def test_states_of_metrics_of_metrics_are_merged() -> None:
     workers = [MetricSet(made()) for _ in range(2)]
     workers[0].update(output[:25], y[:25])
     workers[1].update(output[25:], y[25:])
-    states = [worker.state() for worker in workers]
+    states = [worker.progress() for worker in workers]
     expected = by_torchmetrics(made(), output, y)
     for chief in (workers[0], MetricSet(made())):
         assert chief.merged(states) == pytest.approx(expected, abs=1e-6)
     workers[0].update(output[25:], y[25:])  # what it counted itself is as it was
-    one = [workers[0].state()]
+    one = [workers[0].progress()]
     assert workers[1].merged(one)["sum"] == pytest.approx(expected["sum"], abs=1e-6)
+
+
+class Extreme(torchmetrics.Metric):
+    """The largest number, by a reduction of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("most", torch.tensor(-9.0), dist_reduce_fx=lambda each: each.max(0).values)
+
+    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+        self.most = torch.maximum(self.most, output.max())
+
+    def compute(self) -> torch.Tensor:
+        return self.most
+
+
+def test_states_with_other_reductions_are_merged() -> None:
+    """None (PearsonCorrCoef joins its states itself), and one of the user's own."""
+    output, target = torch.randn(2, 60)
+    workers = [
+        MetricSet({"r": torchmetrics.PearsonCorrCoef(), "most": Extreme()}) for _ in range(3)
+    ]
+    workers[0].update(output[:25], target[:25])
+    workers[1].update(output[25:], target[25:])  # the third counts nothing
+    expected = {"r": float(torch.corrcoef(torch.stack([output, target]))[0, 1])}
+    expected["most"] = float(output.max())
+    counted = [worker.progress() for worker in workers]
+    for chief in workers:
+        before = chief.progress()
+        assert chief.merged(counted) == pytest.approx(expected, abs=1e-5)
+        assert str(chief.progress()) == str(before)
 
 
 @pytest.mark.timeout(60)

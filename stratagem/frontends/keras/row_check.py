@@ -31,8 +31,8 @@ from stratagem.frontends.row_trials import (
     compare_loss,
     compare_outputs,
     kinds_of,
-    look_at,
 )
+from stratagem.state.change_tracker import MODULE_ATTRIBUTES, AttributeTracker
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 
@@ -207,10 +207,6 @@ def _is_kerass(judge: Any) -> bool:
 # --- which batches have rows tried before their step ----------------------------------------------
 
 
-#: attributes that a call sets anew, or that have no part in a trial; modules are in the list
-_NOT_TRIED = frozenset({"_modules", "history", "optimizer", "_stratagem"})
-
-
 class CheckSchedule:
     """Chooses the batches that are checked: the first of each kind of step and, if the step, the
     loss or a metric is the user's own, the 2nd, 4th, 8th, ... and any with a kind of value that no
@@ -238,7 +234,7 @@ class CheckSchedule:
             return
         if not judged_by_own(self.model, step):
             self._next[step] = float("inf")
-            self._passed.unless_passed(step, partial(_look, self.model, data), lambda: check(data))
+            self._passed.unless_passed(step, partial(_key, self.model, data), lambda: check(data))
             return
         tried = self._tried.setdefault(step, set())
         found = _kinds(data) - tried
@@ -280,8 +276,11 @@ def _ordered(order: list[int]) -> Callable[[Any], Any]:
     return lambda leaf: leaf[order] if isinstance(leaf, Tensor) and leaf.dim() else leaf
 
 
-def _look(model: Any, data: Any) -> list[Any]:
-    """Everything that a trial depends on, as far as it can be seen."""
+def _key(model: Any, data: Any) -> list[Any]:
+    """What a trial depends on, as far as that is cheap to see."""
     parts = [each for each in modules_of(model) if not isinstance(each, ParameterDict)]
-    losses = keras.tree.flatten(model.loss)
-    return [kinds_of(data), look_at([*parts, *losses], "call", but=_NOT_TRIED)]
+    judges = [each for each in keras.tree.flatten(model.loss) if hasattr(each, "__dict__")]
+    # each compile makes another loss tracker
+    compiled = [model.loss, getattr(model, "_loss_tracker", None)]
+    seen = AttributeTracker([*parts, *judges], MODULE_ATTRIBUTES - {"training"}, nested=True).seen
+    return [kinds_of(data), compiled, parts, seen]

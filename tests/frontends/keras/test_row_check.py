@@ -275,7 +275,6 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
 def changes() -> dict[str, Any]:
     return {
         "an attribute": lambda model: setattr(model.layers[1], "mixes", 0),
-        "a function": lambda model: setattr(model.layers[0], "activation", ops.relu),
         "frozen": lambda model: setattr(model.layers[0], "trainable", False),
         "compiled": lambda model: model.compile("sgd", model.loss),
     }
