@@ -117,9 +117,8 @@ class AttributeTracker:
         ]
 
     def values(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Remember the attributes as they are."""
-        #: comparable with another tracker's
-        self.seen = self._look()
+        """Return the objects, each with the values of the attributes known at the mark."""
+        pairs = zip(self.objects, self.seen, strict=True)
         return [(obj, {name: vars(obj)[name] for name in seen}) for obj, seen in pairs]
 
     def _look(self) -> list[dict[str, Any]]:
@@ -182,9 +181,16 @@ def adopt(objects: Sequence[Any], changes: Sequence[Change]) -> None:
             value = value.to(before.device)
         attributes[name] = value
 
-        """Remember the attributes as they are."""
-        #: comparable with another tracker's
-        self.seen = self._look()
+
+def parts_of(*modules: nn.Module) -> list[nn.Module]:
+    """Return all modules but TorchScript's, whose attributes cannot be read."""
+    parts = (part for module in modules for part in module.modules())
+    return [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+
+
+def module_attributes(*modules: nn.Module) -> AttributeTracker:
+    """Track the attributes of modules and their parts: `training`, and those not torch's own."""
+    return AttributeTracker(parts_of(*modules), MODULE_ATTRIBUTES - {"training"}, nested=True)
 
 
 def requires_grad(module: nn.Module) -> list[bool]:
