@@ -93,7 +93,9 @@ def test_one_device(
     alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=batch)
     model = fitted(several, start, OPTIMIZERS[name], x, y, batch=batch)
     assert moved(start, alone)
-    assert distance(alone, model.module) < 2e-6
+    # Adam enlarges the rounding of small gradients: the rows of each batch in another order make
+    # 1.1e-5 on one device (x86-64)
+    assert distance(alone, model.module) < (2e-5 if name == "fused" else 2e-6)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
