@@ -290,9 +290,8 @@ class CountedLoss:
         return value, self._count(output, target, by_class)
 
     def is_by_row(self, output: Any, target: Any) -> bool:
-        return (
-            isinstance(output, Tensor) and output.dim() > 1
-        )  # with one dimension, it is a single row of classes
+        # outputs of one dimension are the classes of a single row
+        return isinstance(output, Tensor) and output.dim() > 1
 
     def count(self, target: Any) -> float:
         """Return the denominator of a batch, computed from its targets alone."""
