@@ -114,7 +114,7 @@ def _add_up(
 def tell_late(
     mine: BrokenRound | None, replica: Replica, tally: LossSum, hear: Callable[[Any], None]
 ) -> None:
-    """Sum the losses of a broken round over the replicas as far on as the first. Collective."""
+    """Sum the losses of a broken round, of replicas that are as far as rank 0. Collective."""
     everybody = gather_tree(replica.collective, None if mine is None else mine.untold)
     if mine is not None:
         mine.untold = None

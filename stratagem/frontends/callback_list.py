@@ -36,14 +36,14 @@ _LIGHTNING_HOOKS = {
 
 
 def overrides(callback: Callback, name: str) -> bool:
-    """Whether this callback overrides a hook."""
+    """Return whether a callback overrides a hook."""
     return getattr(type(callback), name, None) is not getattr(Callback, name) or (
         name in vars(callback)
     )
 
 
 def _refuse_unknown(callback: Callback) -> None:
-    """Refuse Lightning's hook names, which would never be called."""
+    """Raise for Lightning's hook names, which would never be called."""
     for name, ours in _LIGHTNING_HOOKS.items():
         if hasattr(callback, name):
             raise UsageError(
@@ -103,7 +103,7 @@ class CallbackList:
 
     @property
     def model(self) -> Any:
-        """The model in training; None where there are no callbacks."""
+        """The model in training; None without callbacks."""
         return self._model
 
     @property

@@ -67,8 +67,7 @@ class CallbackStates:
             _reset(callback, begun)
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Load into each callback the saved state of its class; the first takes the first of the
-        class."""
+        """Load the saved states by class: the n-th callback of a class gets its n-th state."""
         left = list(saved)
         for callback, begun in zip(self._callbacks, self._begun, strict=True):
             kind = type(callback).__name__
@@ -112,7 +111,7 @@ def _has_own(obj: Any) -> bool:
 
 
 def _is_trained(value: Any, model: Any) -> bool:
-    """Whether a module is, contains or is a part of the module in training."""
+    """Return whether a value is in training: the optimizer, or a module with common parts."""
     root = getattr(model, "module", None)
     if isinstance(value, nn.Module) and isinstance(root, nn.Module):
         return root in value.modules() or value in root.modules()

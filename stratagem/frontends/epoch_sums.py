@@ -76,7 +76,7 @@ def counts_of(metric: torchmetrics.Metric) -> dict[str, Any]:
 
 
 def own_counts(metric: torchmetrics.Metric) -> dict[str, Any]:
-    """Return a metric's states without a copy, where the metric's states are replaced next."""
+    """Return a metric's states without a copy; the metric must be given other states next."""
     return {"updates": int(metric._update_count), "states": dict(metric.metric_state)}
 
 

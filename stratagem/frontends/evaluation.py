@@ -41,7 +41,7 @@ class Evaluation:
     steps: int | None = None
     #: whether rows have been checked already, as `fit` does before it validates
     tried: bool = False
-    #: on the chief only
+    #: these two are set on the chief only
     meter: ProgressMeter | None = None
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between batches, so that replicas must listen there

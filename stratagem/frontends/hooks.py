@@ -72,7 +72,7 @@ def refuse_autocast() -> None:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """Raise if a trained parameter shares memory with another tensor, which replicas undo.
+    """Raise if a trained parameter shares memory that replicas would split into copies.
 
     Tensors that are only read may share memory.
     """

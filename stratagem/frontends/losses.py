@@ -105,7 +105,7 @@ def _check_given(target: Any) -> None:
 
 
 def _check_even(target: Any, examples: int) -> None:
-    """Raise if examples have different numbers of targets, so that shares' means do not add up."""
+    """Raise if examples differ in their number of targets, so that shares' means do not add up."""
     if not isinstance(target, Tensor) or target.dim() == 0 or examples in target.shape:
         return
     if len(target) % max(examples, 1):

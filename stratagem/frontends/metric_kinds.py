@@ -69,7 +69,7 @@ class ClassAccuracy(torchmetrics.Metric):
                 f"{tuple(target.shape)}; give a function that compares them: lambda output, "
                 "target: (output.argmax(-1) == target).float(), say."
             )
-        if ignored is None:  # without +=, for which a module looks through its parts
+        if ignored is None:  # not +=, since setting an attribute of a module is slow
             self.right.add_((found == target).sum())
             self.counted.add_(target.numel())
         else:
@@ -196,7 +196,7 @@ def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
     """Return a metric with its name, or the members of a collection with theirs."""
     if not isinstance(metric, torchmetrics.MetricCollection):
         return [(name or _name(metric), _checked(metric))]
-    # With a state of each member: members of a used collection share one, which counts twice.
+    # Copy the states: members of a used collection share one, which would count twice.
     members = metric.items(keep_base=False, copy_state=True)
     return [(f"{name}_{own}" if name else own, member) for own, member in members]
 

@@ -147,7 +147,7 @@ class MetricSet:
             self._make(max(int(each["classes"]) for each in chosen), device)
         parts = _counting(self._metrics)
         before = [(own_counts(part), part._to_sync) for part in parts]
-        # not on copies: a MinMaxMetric keeps what it computes
+        # not on copies, since a MinMaxMetric remembers the values that it computes
         try:
             for part, *each in zip(parts, *(each["counted"] for each in chosen), strict=True):
                 part._computed, part._to_sync = None, False

@@ -21,7 +21,7 @@ class MicroBatches:
     """A pipeline's rows of a batch, in microbatches of nearly equal size."""
 
     def __init__(self, whole: Portion, own: Portion, most: int, recipe: Recipe) -> None:
-        """`own`: the rows of this pipeline, which a row of a mesh may have none of."""
+        """`own`: this pipeline's rows of the batch; a row of a mesh may have none."""
         self._whole, self._portion, self._recipe = whole, own, recipe
         self.count = max(min(most, own.total), int(own.total == whole.total))
         self._cuts = [share(own.total, self.count, m) for m in range(self.count)]

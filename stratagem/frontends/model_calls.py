@@ -109,7 +109,7 @@ def evaluated(strategy: Strategy, function: Callable[[Any], Any], job: Evaluatio
 def _inside_callback(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation) -> Any:
     """Run on this replica alone, inside a callback, while the other replicas wait.
 
-    Training modes, metrics and rng state are as before afterwards, so training is unaffected.
+    Training modes, metrics and rng state are restored, so that training is unaffected.
     """
     modes = [(part, part.training) for part in job.module.modules()]
     dice = torch.get_rng_state()

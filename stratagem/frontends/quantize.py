@@ -233,7 +233,7 @@ def _array(given: Any) -> NDArray[Any]:
 
 
 def _check_test(at: NDArray[Any], labels: NDArray[Any] | None, max_drop: float | None) -> None:
-    """Raise if the test set and `max_drop` could never find a model too inaccurate."""
+    """Raise if the test set is empty, or `max_drop` cannot be applied."""
     if not at.size:
         raise UsageError("the test set is empty; give some examples, or leave test out.")
     if max_drop is not None and labels is None:
@@ -245,7 +245,7 @@ def _check_test(at: NDArray[Any], labels: NDArray[Any] | None, max_drop: float |
 
 
 def _check_calibration(x: NDArray[Any]) -> None:
-    """Raise for calibration inputs that cannot be typical of the model's."""
+    """Raise if the calibration set is empty, not finite or constant."""
     if x.ndim < 2 or not len(x):
         raise UsageError(
             f"the calibration set has the shape {x.shape}; it is to have a row for each example."

@@ -55,7 +55,7 @@ ENOUGH = sum(_SHARES)
 
 
 class RowCheck:
-    """The check of rows, called before every batch on every replica, but made ever more rarely."""
+    """The check of rows; called before every batch on every replica, it runs ever more rarely."""
 
     def __init__(self, module: Any, recipe: Recipe, replica: Replica, verb: str) -> None:
         """`verb`: "fit", "evaluate" or "predict"."""

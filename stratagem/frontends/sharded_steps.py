@@ -1,6 +1,6 @@
 """Training steps of `ShardedStrategy`.
 
-SharedSet      CPU replicas of one machine: one set of everything, in shared memory
+SharedSet      CPU replicas of one machine: all tensors are shared in memory
 FullySharded   several machines, and GPUs: each replica has its rows, by torch's fully_shard
 """
 

@@ -1,4 +1,4 @@
-"""Which parts of a model and its optimizer have changed since all processes agreed.
+"""Tracks which parts of a model and its optimizer have changed since all processes agreed.
 
 A tracker remembers a state (`mark`) and later returns the differences from it (`changes`):
 
