@@ -1,7 +1,7 @@
-"""Private names of Keras: every one that the package uses, and what it is needed for.
+"""Lists every private name of Keras that the package uses, and why.
 
-As in `torch_names`: modules of `keras.src` are imported here alone, attributes are read where they
-are needed and listed here.
+As in `torch_names`, modules of `keras.src` are imported only here. Private attributes are read
+where they are needed, and listed here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keras.src.models.model import inject_functional_model_class as inject_funct
 from keras.src.utils import tracking
 from keras.src.utils.backend_utils import DynamicBackend as DynamicBackend
 
-#: where a name lies (tests/compat has one object of each kind), and why it is needed
+#: private name (tests/compat has an object of each kind), and why it is needed
 PRIVATE = {
     "keras.src.models.functional.Functional": "the class of functional models, also subclassed",
     "keras.src.models.model.inject_functional_model_class": "a subclass that is made functional",
@@ -67,7 +67,7 @@ PRIVATE = {
 }
 
 Tracker: Any = tracking.Tracker
-#: the lists, dicts and sets in which Keras notices what is put in
+#: Keras' own list, dict and set types, which track the variables added to them
 COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))
 SAVEABLE: Any = next(c for c in keras.Model.__mro__ if c.__name__ == "KerasSaveable")
 OPTIMIZER: Any = next(c for c in keras.Optimizer.__mro__ if c.__name__ == "BaseOptimizer")
@@ -77,17 +77,17 @@ TO_CHANNELS_FIRST = "_transpose_spatial_inputs"
 
 
 def torch_operators() -> Any:
-    """The module of Keras' operators on torch, which only that backend may import."""
+    """Return Keras' module of torch operators, which only the torch backend may import."""
     return importlib.import_module("keras.src.backend.torch.nn")
 
 
 def array_adapter() -> Any:
-    """The class that slices arrays into batches."""
+    """Return the class that slices arrays into batches."""
     return importlib.import_module(ADAPTERS).ArrayDataAdapter
 
 
-#: attributes that do not decide what a training step does, or that a step itself writes; a name
-#: that Keras no longer has is none that is left out
+#: attributes that do not affect a training step, or that a step itself writes; names that Keras no
+#: longer has do no harm
 BOOKKEEPING = frozenset(
     {
         "_tracker",

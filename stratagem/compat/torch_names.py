@@ -1,8 +1,8 @@
-"""Private names of torch: every one that the package uses, and what it is needed for.
+"""Lists every private name of torch that the package uses, and why.
 
-Functions and classes are called through this module. Attributes of objects are read where they
-are needed, and listed here; `tests/compat` fails for a private name that is not listed, and for
-each listed name that the installed torch does not have.
+Private functions and classes are used through this module. Private attributes are read where they
+are needed, and listed here. `tests/compat` fails for an unlisted private name, and for a listed
+name that the installed torch does not have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 __all__ = ["BatchNorm", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "pytree"]
 
-#: where a name lies (tests/compat has one object of each kind), and why it is needed
+#: private name (tests/compat has an object of each kind), and why it is needed
 PRIVATE = {
     "Tensor._version": "counts writes in place: whether a tensor was changed since",
     "Tensor._backward_hooks": "hooks of the user on a gradient that is put together elsewhere",
@@ -88,7 +88,7 @@ OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def has_global_hooks() -> bool:
-    """Whether a hook is called for every module there is."""
+    """Return whether torch has global hooks, which are called for every module."""
     return bool(
         every_module._global_forward_hooks
         or every_module._global_forward_pre_hooks
@@ -98,7 +98,7 @@ def has_global_hooks() -> bool:
 
 
 def parametrized(original: type[nn.Module], names: Sequence[str]) -> nn.Module:
-    """An empty module of that class, with computed tensors of these names."""
+    """Return an empty parametrized module of a class, with properties of these names."""
     module = original.__new__(original)
     parametrize._inject_new_class(module)
     for name in names:
@@ -113,31 +113,33 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def traced(function: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-    """The operators of a function of tensors, backward ones too, as a module of torch.fx."""
+    """Trace a function of tensors into a torch.fx module, with the operators of its backward."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     return make_fx(function)(*inputs)
 
 
 def scripted(graph: Any, inputs: Sequence[Tensor]) -> Any:
-    """A program of the operators of a module of torch.fx, which runs without Python."""
+    """Compile a torch.fx module to TorchScript, which runs without Python."""
     graph.graph.eliminate_dead_code()
     for node in graph.graph.nodes:
         switches = any(isinstance(a, list) and type(a[0]) is bool for a in node.args if a)
-        if switches and isinstance(node.target, OpOverload):  # torch.jit.trace cannot read these
+        if switches and isinstance(node.target, OpOverload):  # lists that torch.jit.trace refuses
             node.target = _called(node.target, sorted({user.args[1] for user in node.users}))
     graph.recompile()
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # it goes, some day; what follows it needs a C++ compiler
+        # torch.jit.trace is deprecated, but its successor needs a C++ compiler
+        warnings.simplefilter("ignore")
         trace: Any = torch.jit.trace
         return trace(lambda *each: tuple(graph(*each)), tuple(inputs), check_trace=False)
 
 
 def adam_loop(step: Any, weights: int, held: int, tensors: int, written: Sequence[int]) -> Any:
-    """A program of several scripted steps, each followed by Adam's.
+    """Return a TorchScript program of several scripted steps, each followed by an update of Adam.
 
-    A step takes tensors, the weights first, and a batch of so many tensors; it returns the weights'
-    gradients and the new values of those that are written. The program returns the last of both.
+    A step takes `held` tensors, the weights first, and a batch of `tensors` tensors; it returns the
+    weights' gradients and the new values of the `written` ones. The program returns the last of
+    both.
     """
     names = [f"h{i}" for i in range(held)]
     grads, params = [f"g{i}" for i in range(weights)], names[:weights]
@@ -163,7 +165,7 @@ def adam_loop(step: Any, weights: int, held: int, tensors: int, written: Sequenc
 
 
 def _called(operator: OpOverload, wanted: Sequence[int]) -> Any:
-    """An operator with several results, some of them switched off, as a function of TorchScript."""
+    """Return a TorchScript function of an operator, which returns only the `wanted` results."""
     kinds = [str(each.type) for each in operator._schema.arguments]
     given = ", ".join(f"a{i}: {kind}" for i, kind in enumerate(kinds))
     call = f"torch.ops.{operator.overloadpacket}({', '.join(f'a{i}' for i in range(len(kinds)))})"
@@ -183,12 +185,12 @@ def norms(tensors: list[Tensor], order: float) -> list[Tensor]:
 
 
 def fused_adam(*tensors: list[Tensor], **settings: Any) -> None:
-    """Make a step of Adam in one pass: params, grads, averages, squares, maxima, step counts."""
+    """Update by Adam in one pass: params, grads, averages, squares, maxima, step counts."""
     torch._fused_adam_(*tensors, **settings)
 
 
 def show_scaler(optimizer: Any, shown: bool = True) -> bool:
-    """A GradScaler sets `optimizer.found_inf` and always calls step; returns what was before."""
+    """Have a GradScaler set `optimizer.found_inf` and call every step; return the old setting."""
     before = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     optimizer._step_supports_amp_scaling = shown
     return before

@@ -1,11 +1,11 @@
-"""Private names of torchmetrics that the package uses, and what each is needed for.
+"""Lists every private name of torchmetrics that the package uses, and why.
 
-All are attributes, read where they are needed; `tests/compat` fails for one that is not listed.
+All are attributes, read where they are needed; `tests/compat` fails for unlisted names.
 """
 
 from __future__ import annotations
 
-#: where a name lies (tests/compat has one object of each kind), and why it is needed
+#: private name (tests/compat has an object of each kind), and why it is needed
 PRIVATE = {
     "Metric._defaults": "which states a metric has declared, and so which replicas can join",
     "Metric._computed": "the value of before, which is another with the other replicas' states",

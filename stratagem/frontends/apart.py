@@ -1,4 +1,4 @@
-"""The step of replicas that train by themselves and meet now and then (`sync=`)."""
+"""The step of replicas that train locally and synchronize only now and then (`sync=`)."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ from stratagem.wire.tree import gather_tree
 
 
 class Apart(Replicated):
-    """The step of replicas that update their own copies by their own gradients between meetings.
+    """The step of replicas that make local updates between two meetings.
 
-    Losses, too, are added up over the replicas at meetings.
+    Losses are summed over the replicas at meetings, too.
     """
 
     committer: LocalUpdates
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training, replica)
-        #: numerators and denominators since the last meeting, and the rows of their global batches
+        #: loss numerators and denominators since the last meeting, and their global batch sizes
         self._untold: list[Tensor] = []
-        self._totals: list[int] = []
-        #: where replicas may leave: reads this replica's metric counts, and adds the gathered ones
+        self._batch_sizes: list[int] = []
+        #: if replicas may leave: returns this replica's metric counts, and adds gathered counts
         self._counts: Callable[[], Any] = lambda: None
-        self._hear: Callable[[Sequence[Any]], None] = lambda told: None
+        self._add_counts: Callable[[Sequence[Any]], None] = lambda told: None
 
     def keep_journal(self, journal: FitJournal) -> None:
         """Gather metric counts at meetings, too, since replicas may leave."""
         gather, cadence = self.before_commit, self.committer.cadence
         self.before_commit = lambda: gather() if cadence.together else None
         self._counts = journal.counts
-        self._hear = partial(journal.hear, self.recipe.metrics, self.replica)
-        self.committer.untold = lambda: {**self._mine(), "totals": self._totals}
+        self._add_counts = partial(journal.hear, self.recipe.metrics, self.replica)
+        self.committer.untold = lambda: {**self._mine(), "totals": self._batch_sizes}
 
     def _divisor(self, portion: Portion, denominator: Any) -> float:
         apart = not self.committer.cadence.together
         if apart and self.recipe.loss.counted and self.recipe.accumulate > 1:
-            counted = float(denominator) or 1.0  # its own targets, for all rows; if none, as below
+            # the targets of this share, scaled to all rows; 1 if none of them counts
+            counted = float(denominator) or 1.0
             return counted * portion.total / max(portion.examples, 1)
         return super()._divisor(portion, denominator)
 
@@ -61,7 +62,7 @@ class Apart(Replicated):
 
     def _keep_count(self, pair: Tensor, total: int) -> None:
         self._untold.append(pair)
-        self._totals.append(total)
+        self._batch_sizes.append(total)
 
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         together = self.committer.cadence.together
@@ -77,7 +78,7 @@ class Apart(Replicated):
         self.update()
 
     def update(self) -> None:
-        TorchAdapter.update(self)  # a meeting comes when the update is counted
+        TorchAdapter.update(self)  # the loop calls `sync` once it has counted the update
 
     def sync(self) -> None:
         before = self.committer.meetings
@@ -94,11 +95,11 @@ class Apart(Replicated):
         return {"losses": losses, "counts": self._counts()}
 
     def _tell(self) -> None:
-        """Add up the losses since the last meeting. Collective."""
+        """Sum the losses since the last meeting over the replicas. Collective."""
         if self._untold:
             everybody = gather_tree(self.replica.collective, self._mine())
-            _add_up(everybody, self._totals, self.tally, self._hear)
-        self._untold, self._totals = [], []
+            _add_up(everybody, self._batch_sizes, self.tally, self._add_counts)
+        self._untold, self._batch_sizes = [], []
 
 
 def _add_up(
@@ -113,7 +114,7 @@ def _add_up(
 def tell_late(
     mine: BrokenRound | None, replica: Replica, tally: LossSum, hear: Callable[[Any], None]
 ) -> None:
-    """Add up the losses of a broken round, of replicas as far as the first. Collective."""
+    """Sum the losses of a broken round, of replicas that are as far as rank 0. Collective."""
     everybody = gather_tree(replica.collective, None if mine is None else mine.untold)
     if mine is not None:
         mine.untold = None

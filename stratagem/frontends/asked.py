@@ -1,5 +1,4 @@
-"""What `compile`, `fit`, `evaluate` and `predict` were asked for: a name that they do not know, or
-a number that means nothing, gets a sentence before anything is done."""
+"""Checks of the arguments of `compile`, `fit`, `evaluate` and `predict`, made before they start."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _LOADER = "a DataLoader reads with workers: DataLoader(..., num_workers=4)"
 _AS_X = "give the DataLoader in place of x"
 _RATE = "it is the optimizer's: optimizer=lambda params: torch.optim.SGD(params, lr=0.1)"
 _OUT = "there is nothing like it here; leave it out"
-#: what they are called in Keras or Lightning, and what to do instead
+#: names of arguments in Keras or Lightning, and what to use instead
 _ELSEWHERE = {
     "max_epochs": "it is epochs",
     "nb_epoch": "it is epochs",
@@ -57,14 +56,14 @@ _ELSEWHERE = {
 
 
 def by_name(method: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Return the method, with a sentence for arguments that it does not have."""
+    """Wrap a method so that unknown arguments raise an error that names the replacement."""
     return arguments.by_name(method, _ELSEWHERE)
 
 
 def checkpoints(
     given: Checkpoints | str | os.PathLike[str] | None, *, resume: bool
 ) -> Checkpoints | None:
-    """Where checkpoints go: a folder will do."""
+    """Return `checkpoint=` as `Checkpoints`; a folder alone is enough."""
     if given is None and resume:
         raise UsageError(
             'resume=True goes on from a folder of checkpoints; name it: fit(..., checkpoint="run/",'
@@ -74,7 +73,7 @@ def checkpoints(
 
 
 def whole(least: int, **numbers: Any) -> None:
-    """Refuse what is no whole number from `least` on; None is "not given"."""
+    """Raise if a number is not an integer of at least `least`; None means "not given"."""
     for name, value in numbers.items():
         if value is None:
             continue
@@ -85,21 +84,21 @@ def whole(least: int, **numbers: Any) -> None:
 
 
 def positive(**numbers: Any) -> None:
-    """Refuse what is not more than 0; None is "not given"."""
+    """Raise if a number is not greater than 0; None means "not given"."""
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise UsageError(f"{name} is {value}; it must be more than 0, or None for no limit.")
 
 
 def listed(callbacks: Any) -> list[Any]:
-    """Callbacks as Keras takes them: several, a single one, or None."""
+    """Return callbacks as a list; like Keras, take several, a single one, or None."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
 
 
 def epochs_to_validate(often: Any) -> Collection[int]:
-    """`validation_freq` as the epochs, counted from 0, that end with a validation."""
+    """Return the epochs, counted from 0, that `validation_freq` has end with a validation."""
     if isinstance(often, Collection) and not isinstance(often, str | bytes):
         for epoch in often:
             whole(1, **{"an epoch of validation_freq": epoch})
@@ -110,7 +109,7 @@ def epochs_to_validate(often: Any) -> Collection[int]:
 
 
 def precision(name: str | None) -> torch.dtype | None:
-    """The type of autocast that a name stands for; None for none."""
+    """Return the dtype of autocast for a name; None for no autocast."""
     if name not in _PRECISION:
         known = ", ".join(repr(name) for name in _PRECISION if name)
         raise UsageError(f"precision={name!r}; choose one of {known}.")
@@ -118,12 +117,12 @@ def precision(name: str | None) -> torch.dtype | None:
 
 
 def fewer(known: int | None, limit: int | None) -> int | None:
-    """The steps of a pass that has so many, and is to end after so many."""
+    """Return the number of steps of a pass, given its length and a limit, if known."""
     return min(known, limit) if known is not None and limit is not None else known or limit
 
 
 def trainable(optimizer: Optimizer | None) -> Optimizer:
-    """Refuse a model that has nothing to train."""
+    """Return the optimizer; raise if there is none, since no parameter requires a gradient."""
     if optimizer is None:
         raise UsageError(
             "the module had no parameter that requires a gradient when it was compiled; "

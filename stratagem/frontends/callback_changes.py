@@ -1,4 +1,4 @@
-"""What callbacks change on the chief while a call is under way, and how other replicas follow.
+"""Sends what callbacks change on the chief during a call to the other replicas.
 
 followed       weights and buffers (also through `.data`), requires_grad, the optimizer's parameter
                groups, and plain attributes of the module and of its submodules
@@ -34,18 +34,18 @@ Listen = Callable[[], Any]
 
 
 class CallbackChanges:
-    """What callbacks change between two moments at which all replicas have the same.
+    """Tracks what callbacks change between two points at which all replicas are equal.
 
     Args:
-        model: None where nobody changes anything.
-        own: whether there is code among the callbacks that is not ours.
+        model: the model; None if there are no callbacks.
+        own: whether a callback runs user code.
     """
 
     def __init__(self, model: Any, *, own: bool) -> None:
         self._model, self._own = model, own
-        #: whether there is no other replica; whether all replicas share the chief's parameters
+        #: alone: there is no other replica; in_common: all replicas share the chief's parameters
         self.alone = self.in_common = False
-        #: how often plain attributes have changed: what was traced is to be traced again
+        #: how often plain attributes have changed, after which a model must be traced again
         self.followed = 0
         self._params, self._buffers = TensorTracker(), TensorTracker()
         self._attributes: AttributeTracker | None = None
@@ -54,7 +54,7 @@ class CallbackChanges:
         self._state: dict[Any, Any] = {}
 
     def mark(self) -> None:
-        """Take the model as it is now for known to every replica."""
+        """Record the model's present state as equal on every replica."""
         if self._model is None or self.alone:
             return
         module = self._model.module
@@ -67,11 +67,11 @@ class CallbackChanges:
 
     @property
     def _quiet(self) -> bool:
-        """Whether there are no callbacks of the user's, or no replicas to follow them."""
+        """Whether there is no user callback, or no replica to follow it."""
         return self._model is None or self.alone or self._attributes is None
 
     def written(self) -> list[Tensor]:
-        """The parameters and buffers that callbacks wrote into."""
+        """Return the parameters and buffers that callbacks wrote to."""
         if self._model is None or self.alone:
             return []
         module = self._model.module
@@ -83,16 +83,16 @@ class CallbackChanges:
         return found
 
     def attributes(self) -> list[Change]:
-        """The plain attributes that callbacks changed."""
+        """Return the plain attributes that callbacks changed."""
         return [] if self._quiet or self._attributes is None else self._attributes.changes()
 
     def requires_grad(self) -> list[bool] | None:
-        """Which parameters require a gradient, if callbacks changed that."""
+        """Return `requires_grad` of every parameter if callbacks changed it, else None."""
         now = None if self._quiet else requires_grad(self._model.module)
         return now if now != self._trained else None
 
     def unfollowable(self) -> str | None:
-        """The name of a change that workers of servers cannot follow, if any."""
+        """Return the name of a change that workers of servers cannot follow, or None."""
         if changed := self.attributes():
             assert self._attributes is not None
             index, name, _ = changed[0]
@@ -102,7 +102,7 @@ class CallbackChanges:
         return "requires_grad" if self.requires_grad() is not None else None
 
     def check_layout(self) -> None:
-        """Refuse other layers, and other parameters of the optimizer."""
+        """Raise if a callback replaced layers, or parameters of the optimizer."""
         if not self._quiet and self._layout != self._current_layout():
             raise NotDistributable(
                 "a callback replaced layers or parameters of the model, or changed which of them "
@@ -111,7 +111,7 @@ class CallbackChanges:
             )
 
     def check_state(self) -> None:
-        """Refuse a change of the optimizer's state, of which each replica has its own."""
+        """Raise if a callback changed the optimizer's state, which is local to each replica."""
         if not self._quiet and self._state != self._current_state():
             raise NotDistributable(
                 "a callback changed the optimizer's state (model.load does that, too), which the "
@@ -128,7 +128,7 @@ class CallbackChanges:
         return parts, list(map(id, self._trained_params()))
 
     def _current_state(self) -> dict[Any, Any]:
-        """Of which objects the optimizer's state is made; shared tensors may also be written to."""
+        """Return the objects of the optimizer's state; shared tensors may be written to."""
         optimizer, params = self._model.optimizer, self._trained_params()
         return state_of(optimizer, params, versions=not self.in_common) if params else {}
 
@@ -158,7 +158,7 @@ class CallTarget(Protocol):
 
 
 def news(job: CallTarget, *, written: bool) -> dict[str, Any]:
-    """On the chief: the message with everything that callbacks changed."""
+    """On the chief: return the message with everything that callbacks changed."""
     changes: CallbackChanges = job.callbacks.changes
     state = [*job.module.parameters(), *job.module.buffers()]
     return {

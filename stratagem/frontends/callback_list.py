@@ -1,4 +1,4 @@
-"""Several callbacks as one, and the logs that they get."""
+"""Calls several callbacks as one, and the logs that are passed to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stratagem.errors import UsageError
 from stratagem.frontends.callback_changes import CallbackChanges
 from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
 
-#: Lightning's names of hooks, and ours
-_NEVER = {
+#: Lightning's hook names, and their equivalents here
+_LIGHTNING_HOOKS = {
     "on_fit_start": "on_train_begin",
     "on_fit_end": "on_train_end",
     "on_train_start": "on_train_begin",
@@ -36,15 +36,15 @@ _NEVER = {
 
 
 def overrides(callback: Callback, name: str) -> bool:
-    """Whether this callback overrides a hook."""
+    """Return whether a callback overrides a hook."""
     return getattr(type(callback), name, None) is not getattr(Callback, name) or (
         name in vars(callback)
     )
 
 
 def _refuse_unknown(callback: Callback) -> None:
-    """Refuse Lightning's hook names, which would never be called."""
-    for name, ours in _NEVER.items():
+    """Raise for Lightning's hook names, which would never be called."""
+    for name, ours in _LIGHTNING_HOOKS.items():
         if hasattr(callback, name):
             raise UsageError(
                 f"{type(callback).__name__}.{name} would never be called; here it is {ours}. There "
@@ -53,7 +53,7 @@ def _refuse_unknown(callback: Callback) -> None:
 
 
 class CallbackList:
-    """Several callbacks as one, with cheap batch hooks when nobody uses them."""
+    """Several callbacks as one; batch hooks that no callback overrides cost nothing."""
 
     def __init__(self, callbacks: Sequence[Callback], model: Any, params: dict[str, Any]) -> None:
         self.callbacks = list(callbacks)
@@ -64,22 +64,24 @@ class CallbackList:
             _refuse_unknown(callback)
             callback.set_model(model)
             callback.set_params(params)
-        self._begin = self._who("on_train_batch_begin", "on_batch_begin")
+        self._begin = self._overriding("on_train_batch_begin", "on_batch_begin")
         self._begun = [_with_logs(c.on_train_batch_begin, 1) for c in self._begin]
-        self._end = self._who("on_train_batch_end", "on_batch_end")
-        self._test_begin = self._who("on_test_batch_begin")
-        self._test_end = self._who("on_test_batch_end")
-        self._predict_begin = self._who("on_predict_batch_begin")
-        self._predict_end = self._who("on_predict_batch_end")
+        self._end = self._overriding("on_train_batch_end", "on_batch_end")
+        self._test_begin = self._overriding("on_test_batch_begin")
+        self._test_end = self._overriding("on_test_batch_end")
+        self._predict_begin = self._overriding("on_predict_batch_begin")
+        self._predict_end = self._overriding("on_predict_batch_end")
         self._logs = LastLogs()
-        #: those that do something between two batches
+        #: callbacks with a hook around training batches
         self.at_batches = [*self._begin, *self._end]
-        #: whether anybody does something between two batches of a validation, or of `predict`
+        #: whether a callback has a hook around batches of a validation, or of `predict`
         self.between_tests = bool(self._test_begin + self._test_end)
         self.between_predictions = bool(self._predict_begin + self._predict_end)
-        #: whether anybody does something around a validation
-        self.around_tests = self.between_tests or bool(self._who("on_test_begin", "on_test_end"))
-        #: whether anybody may change something between two steps
+        #: whether a callback has a hook around a validation
+        self.around_tests = self.between_tests or bool(
+            self._overriding("on_test_begin", "on_test_end")
+        )
+        #: whether a callback may change something between two steps
         self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
         own = any(
             isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
@@ -87,8 +89,8 @@ class CallbackList:
         )
         self.changes = CallbackChanges(model if self.callbacks else None, own=own)
 
-    def _who(self, *names: str) -> list[Callback]:
-        """The callbacks that override one of these hooks."""
+    def _overriding(self, *names: str) -> list[Callback]:
+        """Return the callbacks that override one of these hooks."""
         return [c for c in self.callbacks if any(overrides(c, name) for name in names)]
 
     @classmethod
@@ -101,7 +103,7 @@ class CallbackList:
 
     @property
     def model(self) -> Any:
-        """The model in training; None where there are no callbacks."""
+        """The model in training; None without callbacks."""
         return self._model
 
     @property
@@ -191,19 +193,19 @@ def _no_callback(given: Any) -> str:
 
 
 def _with_logs(method: Callable[..., Any], before: int = 0) -> Callable[..., Any]:
-    """Keras gives logs to every method, empty ones too, and here some leave them out."""
+    """Return the method, called with empty logs if it takes them, as Keras calls it."""
     if isinstance(method, MethodType):
-        more = _of_class(method.__func__, before + 2)  # itself, and the logs
+        more = _takes_cached(method.__func__, before + 2)  # self and logs
     else:
         more = takes(method, before + 1)
     return (lambda *args: method(*args, {})) if more else method
 
 
-_of_class = lru_cache(256)(takes)  # a look at a signature takes as long as some steps
+_takes_cached = lru_cache(256)(takes)  # reading a signature takes as long as some steps
 
 
 class RunningLogs(dict[str, Any]):
-    """Logs in mid-epoch; the loss is read from the device only if somebody looks."""
+    """Logs in mid-epoch, whose loss is read from the device only on access."""
 
     def __init__(self, tally: Any) -> None:
         super().__init__()
@@ -253,18 +255,18 @@ class RunningLogs(dict[str, Any]):
 
 
 class LastLogs:
-    """The logs of the last batch, as long as a callback keeps them."""
+    """A weak reference to the logs of the last batch, which a callback may have kept."""
 
     def __init__(self) -> None:
-        # returns None, and travels by its name, where a lambda travels by its code
-        self._told: Callable[[], RunningLogs | None] = type(None)
+        # returns None and, unlike a lambda, pickles by name
+        self._last: Callable[[], RunningLogs | None] = type(None)
 
     def of(self, tally: Any) -> RunningLogs:
         logs = RunningLogs(tally)
-        self._told = weakref.ref(logs)
+        self._last = weakref.ref(logs)
         return logs
 
     def keep(self) -> None:
         """Read logs that a callback has kept, before the next batch changes the running loss."""
-        if (kept := self._told()) is not None:
+        if (kept := self._last()) is not None:
             kept.keys()

@@ -1,9 +1,9 @@
 """The state of callbacks as plain values, which other instances of their classes can load.
 
-A callback says it itself by `state_dict` and `load_state_dict`; else it is the plain attributes
-that it has: numbers, words, switches, None, tensors, arrays, and lists, tuples and dicts of them.
-What has these two methods among its attributes (a scheduler of torch, a model's average) is asked
-by them; not what is trained, which has its own place in a checkpoint.
+A callback with `state_dict` and `load_state_dict` is saved by these. Of any other callback the
+plain attributes are saved: numbers, strings, bools, None, tensors, arrays, and lists, tuples and
+dicts of them. Attributes that have the two methods (a torch scheduler, an averaged model) are saved
+by these, except the module and optimizer in training, which a checkpoint saves itself.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = logging.getLogger("stratagem")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _FIRST = "_stratagem_first"
 _GIVEN = ("model", "params", _FIRST)
-_NOT = object()
-_ARRAY = "numpy.ndarray"  # the key of a dict that stands for one
+_NOT_PLAIN = object()
+_ARRAY = "numpy.ndarray"  # the key of a dict that stands for an array
 
 
 class CallbackStates:
-    """What some callbacks have come to remember since their training began.
+    """The state that callbacks have gained since the training began.
 
-    What they were made with is not of it: `EarlyStopping(patience=5)` after a restart means 5,
-    whatever it was before.
+    Constructor arguments are not saved: after a restart with `EarlyStopping(patience=5)` the
+    patience is 5, whatever it was before.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = [each for each in callbacks if not isinstance(each, Progress)]
         self._begun = [_state(each) for each in self._callbacks]
-        #: their state at their first training in this process, which other processes do not have
+        #: their state before their first training in this process
         self._first = [
             vars(each).setdefault(_FIRST, begun)
             for each, begun in zip(self._callbacks, self._begun, strict=True)
@@ -48,13 +48,15 @@ class CallbackStates:
 
     def saved(self) -> list[dict[str, Any]]:
         """Return the state of each callback, by its class."""
-        return list(map(_since, self._callbacks, self._begun))
+        return list(map(_gained, self._callbacks, self._begun))
 
     def by_number(self, which: Sequence[Callback] | None = None) -> dict[int, dict[str, Any]]:
-        """Return the state of some callbacks, or of all, by index, earlier trainings included:
-        for the callbacks of another process, which have seen none."""
+        """Return the state of some callbacks, or of all, by index.
+
+        Earlier trainings of this process are included, since another process has not seen them.
+        """
         return {
-            number: _since(each, first)
+            number: _gained(each, first)
             for number, (each, first) in enumerate(zip(self._callbacks, self._first, strict=True))
             if which is None or each in which
         }
@@ -65,8 +67,7 @@ class CallbackStates:
             _reset(callback, begun)
 
     def load(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Load into each callback the saved state of its class; the first takes the first of the
-        class."""
+        """Load the saved states by class: the n-th callback of a class gets its n-th state."""
         left = list(saved)
         for callback, begun in zip(self._callbacks, self._begun, strict=True):
             kind = type(callback).__name__
@@ -80,8 +81,8 @@ class CallbackStates:
             log.warning("the checkpoint has a state of %s, which is not here", each["kind"])
 
 
-def _since(callback: Callback, begun: dict[str, Any]) -> dict[str, Any]:
-    state = {k: v for k, v in _state(callback).items() if not _alike(begun.get(k), v)}
+def _gained(callback: Callback, begun: dict[str, Any]) -> dict[str, Any]:
+    state = {k: v for k, v in _state(callback).items() if not _equal(begun.get(k), v)}
     return {"kind": type(callback).__name__, "state": state}
 
 
@@ -91,15 +92,15 @@ def _reset(callback: Callback, begun: dict[str, Any]) -> None:
     _load(callback, copy.deepcopy(begun))
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
+        return len(a) == len(b) and all(map(_equal, a, b))
     return bool(a == b)
 
 
@@ -110,7 +111,7 @@ def _has_own(obj: Any) -> bool:
 
 
 def _is_trained(value: Any, model: Any) -> bool:
-    """Whether a module is, contains or is a part of the module in training."""
+    """Return whether a value is in training: the optimizer, or a module with common parts."""
     root = getattr(model, "module", None)
     if isinstance(value, nn.Module) and isinstance(root, nn.Module):
         return root in value.modules() or value in root.modules()
@@ -126,31 +127,31 @@ def _state(obj: Any) -> dict[str, Any]:
         for name, value in vars(obj).items()
         if name not in _GIVEN and not _is_trained(value, model)
     }
-    return {name: value for name, value in found.items() if value is not _NOT}
+    return {name: value for name, value in found.items() if value is not _NOT_PLAIN}
 
 
 def _plain_parts(obj: Any) -> dict[str, Any]:
     own: Mapping[str, Any] = obj.state_dict()
     found = {name: _copied(value) for name, value in own.items()}
-    lost = [name for name, value in found.items() if value is _NOT]
+    lost = [name for name, value in found.items() if value is _NOT_PLAIN]
     if lost and isinstance(obj, Callback):
         raise UsageError(
             f"{type(obj).__name__}.state_dict() has {lost[0]!r}, a {type(own[lost[0]]).__name__}, "
             "which cannot be saved; return numbers, text, tensors, arrays, and lists, tuples or "
             "dicts of them."
         )
-    return {name: value for name, value in found.items() if value is not _NOT}
+    return {name: value for name, value in found.items() if value is not _NOT_PLAIN}
 
 
 def _member(value: Any) -> Any:
     if _has_own(value) or _is_ours(value):
         return {"of": _state(value)}
     copied = _copied(value)
-    return _NOT if copied is _NOT else {"is": copied}
+    return _NOT_PLAIN if copied is _NOT_PLAIN else {"is": copied}
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether an object belongs to one of our own callbacks."""
+    """Return whether a value is a helper object of a built-in callback."""
     kind = type(value)
     return kind.__module__ == Callback.__module__ and not isinstance(value, Callback | type)
 
@@ -167,7 +168,7 @@ def _load(obj: Any, state: dict[str, Any]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a plain value; `_NOT` of anything else."""
+    """Return a copy of a plain value; `_NOT_PLAIN` for anything else."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, np.generic):
@@ -178,16 +179,16 @@ def _copied(value: Any) -> Any:
         return {_ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, dict):
         parts = {key: _copied(each) for key, each in value.items() if type(key) in _PLAIN}
-        whole = len(parts) == len(value) and _NOT not in _identities(parts.values())
-        return parts if whole else _NOT
+        whole = len(parts) == len(value) and _NOT_PLAIN not in _identities(parts.values())
+        return parts if whole else _NOT_PLAIN
     if type(value) in (list, tuple):
         inside = [_copied(each) for each in value]
-        return _NOT if _NOT in _identities(inside) else type(value)(inside)
-    return _NOT
+        return _NOT_PLAIN if _NOT_PLAIN in _identities(inside) else type(value)(inside)
+    return _NOT_PLAIN
 
 
 def _restored(value: Any) -> Any:
-    """The value that `_copied` was given."""
+    """Return the value that `_copied` was given."""
     if isinstance(value, dict):
         if value.keys() == {_ARRAY}:
             return value[_ARRAY].numpy()
@@ -196,5 +197,5 @@ def _restored(value: Any) -> Any:
 
 
 def _identities(values: Any) -> list[Any]:
-    """The same, but nothing that compares by its elements."""
+    """Replace tensors by None, since `in` would compare them element by element."""
     return [None if isinstance(each, Tensor) else each for each in values]

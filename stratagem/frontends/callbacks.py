@@ -28,7 +28,7 @@ Logs = dict[str, Any]
 
 
 class Callback:
-    """Base of all callbacks; override what you need."""
+    """Base class of all callbacks; override the methods you need."""
 
     model: Any = None
     params: dict[str, Any] = {}  # noqa: RUF012
@@ -77,16 +77,16 @@ class Callback:
 
     @classmethod
     def names(cls) -> str:
-        """The methods that are called, for people."""
+        """Return the names of all callback methods, for error messages."""
         return ", ".join(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class Progress(Callback):
-    """Marks callbacks that only show: they change nothing, so replicas need not listen."""
+    """Base class of callbacks that only display, so that replicas have no changes to follow."""
 
 
 class History(Callback):
-    """Every epoch's logs: what `fit` returns."""
+    """Records every epoch's logs; `fit` returns it."""
 
     def __init__(self) -> None:
         self.history: dict[str, list[float]] = {}
@@ -99,7 +99,7 @@ class History(Callback):
 
 
 class _Best:
-    """Which of two values of a monitored number is the better one."""
+    """The best value of a monitored number so far."""
 
     def __init__(self, monitor: str, mode: str, min_delta: float = 0.0) -> None:
         if mode not in ("auto", "min", "max"):
@@ -108,7 +108,7 @@ class _Best:
         self.value: float | None = None
 
     def begin(self, model: Any) -> None:
-        """Settle which way is up, of which a metric may know."""
+        """Decide whether a higher value is better, by `mode` or the metric itself."""
         mode = self._mode if self._mode != "auto" else _direction(self.monitor, model)
         self._sign = 1.0 if mode == "max" else -1.0
 
@@ -127,18 +127,18 @@ class _Best:
         return True
 
 
-def _left_out(callback: Callback, monitor: str, epoch: int) -> bool:
-    """Whether it is a number of validations, and `validation_freq` has none in this epoch."""
+def _not_validated(callback: Callback, monitor: str, epoch: int) -> bool:
+    """Return whether `monitor` is of a validation, and this epoch has none (`validation_freq`)."""
     validated = callback.params.get("validated")
     return monitor.startswith("val_") and validated is not None and epoch not in validated
 
 
-#: logs and metrics by name, of which there need not be a metric yet
+#: directions by name, since metrics are made only with the first batch
 _BETTER = {"loss": "min", "mae": "min", "mse": "min", "accuracy": "max", "acc": "max"}
 
 
 def _direction(monitor: str, model: Any) -> str:
-    """Whether a number that nobody has said this of is to be small or large."""
+    """Return "min" or "max" for mode="auto"; raise if the direction is unknown."""
     name = monitor.removeprefix("val_").lower()
     rises = model.rises(name)
     if rises is not None:
@@ -175,7 +175,7 @@ class EarlyStopping(Callback):
         self._weights: dict[str, Tensor] | None = None
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if not _left_out(self, self._monitor, epoch):
+        if not _not_validated(self, self._monitor, epoch):
             if self.best.improved(logs or {}):
                 self.wait = 0
                 if self.restore:
@@ -185,18 +185,18 @@ class EarlyStopping(Callback):
             if self.wait > max(self.patience - 1, 0):
                 self.stopped_epoch = epoch
                 self.model.stop_training = True
-        last = epoch + 1 == self.params.get("epochs")  # training that ends by itself restores, too
+        last = epoch + 1 == self.params.get("epochs")  # also if training ends normally
         if (self.model.stop_training or last) and self._weights is not None:
             self.model.module.load_state_dict(self._weights)
 
 
 class ModelCheckpoint(Callback):
-    """Save after each epoch, or after each that is the best so far; or every so many batches.
+    """Save after every epoch, after every best epoch so far, or every `every_steps` batches.
 
     `path` may hold `{epoch}` and any log: "runs/{epoch:02d}-{val_loss:.3f}"; with `every_steps`,
-    `{step}`: "runs/{step}". With parameter servers a step is a batch of the chief's own, and what
-    is saved is one version of all parameters, while the other workers go on. An epoch without the
-    validation that is asked for (`validation_freq`) saves nothing.
+    `{step}`: "runs/{step}". With parameter servers a step is a batch that the chief computed, and
+    the file has one version of all parameters; the other workers continue meanwhile. If `monitor`
+    or the path needs a validation, epochs without one (`validation_freq`) save nothing.
     """
 
     reads_optimizer_state = True
@@ -237,7 +237,7 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         asked = self.best.monitor if self.best is not None else ""
-        if _left_out(self, "val_" if "{val_" in self.path else asked, epoch):
+        if _not_validated(self, "val_" if "{val_" in self.path else asked, epoch):
             return
         if self.best is None or self.best.improved(logs or {}):
             self.model.save(self._file(epoch, logs or {}))
@@ -253,8 +253,10 @@ class ModelCheckpoint(Callback):
 
 
 class LearningRateScheduler(Callback):
-    """Set the learning rate by `schedule(epoch, rate)`, or, per="step", by (step, rate); a schedule
-    may leave the rate out."""
+    """Set the learning rate to `schedule(epoch, rate)`, or `schedule(step, rate)` with per="step".
+
+    A schedule may leave out the second parameter.
+    """
 
     def __init__(self, schedule: Callable[..., float], per: str = "epoch") -> None:
         if per not in ("epoch", "step"):
@@ -281,7 +283,7 @@ class LearningRateScheduler(Callback):
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether it can be called with so many values; taken for granted where it does not say."""
+    """Return whether a function accepts `count` arguments; True if it has no signature."""
     try:
         inspect.signature(function).bind(*range(count))
     except ValueError:  # written in C
@@ -312,7 +314,7 @@ class ReduceLROnPlateau(Callback):
         self.wait = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        if _left_out(self, self._monitor, epoch):
+        if _not_validated(self, self._monitor, epoch):
             return
         if self.best.improved(logs or {}):
             self.wait = 0
@@ -341,7 +343,7 @@ class TensorBoard(Callback):
 
     def __init__(self, log_dir: str | Path = "runs") -> None:
         self.log_dir = str(log_dir)
-        self._writer: Any = _summary_writer()  # at once, so that its absence shows before training
+        self._writer: Any = _summary_writer()  # imported here to fail before training
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         self._writer = _summary_writer()(self.log_dir)

@@ -34,7 +34,7 @@ from stratagem.wire.tree import gather_tree
 
 
 def check(job: Fit, devices: int) -> None:
-    """Refuse what divided layers cannot do as one device does, before anything is started."""
+    """Raise, before anything starts, if divided layers cannot give the result of one device."""
     recipe, tensor = job.recipe, job.settings.tensor
     assert tensor is not None
     if recipe.autocast is torch.float16:
@@ -69,12 +69,13 @@ class Divided(OneDevice):
         self._modes: list[int] = []
         self._loss = 0.0
         if not replica.leads:
-            self.take_in = _nothing  # outputs are the same everywhere, and metrics are summed
+            # outputs are equal in all processes, so that only the first counts them for metrics
+            self.take_in = _ignore_outputs
 
     # --- set-up -------------------------------------------------------------------------------
 
     def _begin(self, portion: Portion) -> None:
-        """Trace, plan and divide, with the first batch at hand. Collective."""
+        """Trace the model on the first batch, plan and divide its layers. Collective."""
         replica = self.replica
         graph = trace(self.module, portion.x, OPENED)
         names = [str(node.target) for node in graph.inputs]
@@ -91,13 +92,13 @@ class Divided(OneDevice):
 
     def take(self, portion: Portion, last: bool) -> None:
         modes = [*(part.training for part in self.module.modules()), self.followed()]
-        if self._update is None or modes != self._modes:  # the trace holds for these modes
+        if self._update is None or modes != self._modes:  # a trace is valid for these modes only
             if self._update is not None:
                 self._let_go()
                 setup.align_state(self.optimizer, self.replica)
             self._begin(portion)
             self._modes = modes
-        rng = torch.get_rng_state()  # all use the first one's random numbers
+        rng = torch.get_rng_state()  # all processes use the random numbers of rank 0
         self._collective.broadcast(rng)
         if not self.replica.leads:
             torch.set_rng_state(rng)
@@ -108,7 +109,7 @@ class Divided(OneDevice):
         super().backward(loss)
 
     def update(self) -> None:
-        """Clip by the norm over all processes, step, and wait until all have."""
+        """Clip by the norm over all processes, step, and wait for all processes."""
         assert self._parts is not None and self._update is not None
         self._take_direct_gradients(self._parts)
         leaves = [part.leaf for part in self._parts.own if part.leaf.grad is not None]
@@ -125,19 +126,21 @@ class Divided(OneDevice):
         self.forget_gradients()
 
     def _take_direct_gradients(self, parts: OwnParts) -> None:
-        """Add the gradient that a divided parameter got outside its layer, as from a penalty in the
-        loss; every process has computed all of it."""
+        """Add gradients of divided parameters from outside their layers, such as a penalty's.
+
+        Every process has computed all of such a gradient, and takes its part.
+        """
         for part in parts.own:
             if part.division is not None and part.param.grad is not None:
                 more = part.division.part(part.param.grad.contiguous(), self.replica.index)
                 part.leaf.grad = more if part.leaf.grad is None else part.leaf.grad + more
 
     def _clip(self, leaves: list[nn.Parameter], norm: float) -> None:
-        """torch's clip_grad_norm_ and clip_grad_value_ with the norm of the whole gradient."""
+        """Clip like torch's clip_grad_norm_ and clip_grad_value_, by the whole gradient's norm."""
         limit, most = self.recipe.clip_norm, self.recipe.clip_value
         for leaf in leaves:
             assert leaf.grad is not None
-            if limit is not None and not norm <= limit:  # also if it is NaN
+            if limit is not None and not norm <= limit:  # also if the norm is NaN
                 leaf.grad.mul_(limit / (norm + 1e-6))
             if most is not None:
                 leaf.grad.clamp_(-most, most)
@@ -168,5 +171,5 @@ class Divided(OneDevice):
         self._shared.close()
 
 
-def _nothing(*given: Any, **options: Any) -> None:
-    """Take in no outputs."""
+def _ignore_outputs(*given: Any, **options: Any) -> None:
+    """Ignore the outputs."""

@@ -1,4 +1,4 @@
-"""The first batch of a `fit`, handed over to whoever plans instead of training."""
+"""Hands the first batch of a `fit` to `stratagem plan`, instead of training."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from stratagem.training.devices import place
 from stratagem.training.replica import Replica, alone, current_replica
 from stratagem.training.settings import Pipeline, Settings, TensorParallel
 
-_EPOCHS = 2  # the first of them warms up
+_EPOCHS = 2  # the first one is the warm-up
 
 
 def rehearse(
     module: nn.Module, optimizer: Optimizer, recipe: Recipe, source: Source, strategy: Strategy
 ) -> NoReturn:
-    """Hand over what `fit` would do with its first batch."""
+    """Hand over a dry run of `fit`: the model, its first batch and its training step."""
     here = alone(current_replica())
     portion = next(iter(source.portions(here, 0)), None)
     if portion is None:
@@ -70,7 +70,7 @@ def rehearse(
 
 
 def _refusal(check: Callable[[], None]) -> str:
-    """Why a strategy does not take this training; an empty text if it does."""
+    """Return why a strategy refuses this training; an empty string if it does not."""
     try:
         check()
     except (NotDistributable, UsageError) as problem:
@@ -80,7 +80,7 @@ def _refusal(check: Callable[[], None]) -> str:
 
 @dataclass
 class _PlannedModel:
-    """What callbacks see of a model."""
+    """The attributes of a model that callbacks use."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -91,7 +91,7 @@ class _PlannedModel:
 
 @dataclass
 class _StepParts:
-    """What a step consists of."""
+    """A training step and its parts: module, optimizer, recipe and adapter."""
 
     module: nn.Module
     optimizer: Optimizer
@@ -99,8 +99,8 @@ class _StepParts:
     adapter: TorchAdapter
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To other replicas, without this one's place among them."""
-        return _stage_here, (self.module, self.optimizer, self.recipe)
+        """Pickle without the adapter, which belongs to this replica."""
+        return _step_parts, (self.module, self.optimizer, self.recipe)
 
     def loss(self, batch: Any) -> Tensor:
         x, y, weight = batch
@@ -109,7 +109,7 @@ class _StepParts:
             return self.recipe.loss.mean(output, target, given)
 
     def train(self, strategy: Strategy, batch: Any, steps: int) -> float:
-        """Examples a second of a copy, on the same global batch over and over."""
+        """Train a copy on the same global batch repeatedly, and return examples per second."""
         size = count_rows(batch)
         x, y, weight = (rows_at(part, torch.arange(size * steps) % size) for part in batch)
         history = History()
@@ -133,7 +133,7 @@ class _StepParts:
         return found
 
     def _recipe(self) -> Recipe:
-        """Without metrics, which have their own price."""
+        """Return the recipe without metrics, whose time is not part of the step."""
         return Recipe(
             self.recipe.loss,
             MetricSet(None),
@@ -143,6 +143,6 @@ class _StepParts:
         )
 
 
-def _stage_here(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> _StepParts:
+def _step_parts(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> _StepParts:
     adapter = TorchAdapter(module, optimizer, recipe, alone(current_replica()))
     return _StepParts(module, optimizer, recipe, adapter)

@@ -1,6 +1,6 @@
-"""`sg.Ensemble`: several classifiers that answer together, by mean probability or by vote.
+"""`sg.Ensemble`: several classifiers that predict together, by mean probability or by vote.
 
-ensemble/ensemble.json           how they answer, and the members' files
+ensemble/ensemble.json           the settings, and the members' files
 ensemble/member-0.safetensors    a member, as `sg.Model.save` writes it; or member-0.keras
 """
 
@@ -36,7 +36,7 @@ Build = Callable[[Mapping[str, str]], nn.Module]
 
 
 class Ensemble:
-    """Classifiers with the same classes, on the devices of their own strategies or of one for all.
+    """Classifiers of the same classes, on the devices of their own strategies or of a common one.
 
     >>> ensemble = sg.Ensemble([first, second, third])
     >>> ensemble.predict(x)                     # the mean of their probabilities
@@ -50,16 +50,16 @@ class Ensemble:
         from_logits: bool | None = None,
         strategy: Strategy | None = None,
     ) -> None:
-        """`models` are of sg.Model, nn.Module or Keras.
+        """Take models of sg.Model, nn.Module or Keras.
 
         Args:
-            vote: every member has one vote for its likeliest class; else the mean of the
-                probabilities counts.
-            from_logits: whether the members' outputs are logits; known of models that were
-                compiled with a loss of torch's or Keras' own.
-            strategy: its devices share the members, which answer side by side: with two devices
-                the first, third, ... on one, the others on the other. Without it every member
-                answers in its turn, on all devices of the strategy that it was made in.
+            vote: each member votes for its likeliest class; by default, the probabilities are
+                averaged.
+            from_logits: whether the members' outputs are logits; known for models compiled
+                with a loss of torch's or Keras' own.
+            strategy: its devices divide the members and run in parallel: with two devices, the
+                first, third, ... members run on one, the rest on the other. Without it, members
+                run in turn, each on all devices of its own strategy.
         """
         if not isinstance(models, list | tuple) or not models:
             raise UsageError("sg.Ensemble takes a list of models: sg.Ensemble([first, second]).")
@@ -74,11 +74,11 @@ class Ensemble:
         return len(self.members)
 
     def predict(self, x: Any, *, batch_size: int | None = None) -> NDArray[Any]:
-        """Probabilities for every example; with `vote` the share of the votes."""
+        """Return the probabilities for every example; with `vote`, the fractions of the votes."""
         return self._join(self._each(x, batch_size))
 
     def evaluate(self, x: Any, y: Any, *, batch_size: int | None = None) -> EnsembleReport:
-        """Loss and accuracy of the ensemble beside those of its members; y has class numbers."""
+        """Return loss and accuracy of the ensemble and of its members; y has class numbers."""
         each = self._each(x, batch_size)
         target = np.asarray(torch.as_tensor(y).cpu() if isinstance(y, torch.Tensor) else y)
         members = [scores(probabilities, target) for probabilities in each]
@@ -110,7 +110,7 @@ class Ensemble:
     # --- files ----------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write all members into one folder of plain files."""
+        """Write all members into a folder, and return its path."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         files = [member.save(path, f"member-{n}") for n, member in enumerate(self.members)]
@@ -126,7 +126,7 @@ class Ensemble:
         modules: Sequence[nn.Module] | None = None,
         strategy: Strategy | None = None,
     ) -> Ensemble:
-        """Read what `save` wrote; `modules` are those that the torch members' weights go into."""
+        """Load the folder of `save`; `modules` receive the weights of the torch members."""
         path = Path(folder) / _FILE
         if not path.is_file():
             raise UsageError(f"{folder} is no ensemble's folder: it has no {_FILE}.")
@@ -154,10 +154,10 @@ class Ensemble:
         from_logits: bool | None = None,
         strategy: Strategy | None = None,
     ) -> Ensemble:
-        """The models that a sweep has kept, by the number of their trial.
+        """Load the models that a sweep has kept, in the order of their trials.
 
-        `build` makes a module from a trial's flags, {"units": "64"}, for weights of torch; models
-        of Keras need none.
+        `build` makes a module from a trial's flags, {"units": "64"}, for weights of torch; Keras
+        models do not need it.
         """
         files = kept_models(Path(folder))
         if not files:
@@ -175,13 +175,13 @@ class Ensemble:
 
 
 def kept_models(sweep: Path) -> list[Path]:
-    """The files of the models that a sweep has kept."""
+    """Return the files of the models that a sweep has kept."""
     endings = ("safetensors", "keras")
     return sorted(file for end in endings for file in sweep.glob(f"trial-*/{MODEL}.{end}"))
 
 
 def flags_of(file: Path) -> dict[str, str]:
-    """What a trial's script was given, for the model in that file."""
+    """Return the command-line flags of the trial that made a model file."""
     flags: dict[str, str] = json.loads((file.parent / "args.json").read_text())["flags"]
     return {flag.lstrip("-").replace("-", "_"): value for flag, value in flags.items()}
 
@@ -193,7 +193,7 @@ def _read(file: Path, module: nn.Module | None) -> Any:
 
 
 def _votes(probabilities: NDArray[Any]) -> NDArray[Any]:
-    """One for the likeliest class of each row, the first of equals; 0 for the others."""
+    """Return 1 for the likeliest class of each row (the first of equal ones), and 0 elsewhere."""
     if probabilities.ndim == 1 or probabilities.shape[1] == 1:
         return (probabilities >= 0.5).astype(probabilities.dtype)
     votes = np.zeros_like(probabilities)
@@ -211,14 +211,14 @@ _LEAST = 1e-7  # a probability of 0 would make the loss infinite
 
 @dataclass(frozen=True)
 class EnsembleReport:
-    """Loss (of the probabilities) and accuracy; `str` is a table."""
+    """Loss and accuracy of an ensemble and its members; `str` is a table."""
 
     ensemble: dict[str, float]
     members: list[dict[str, float]]
 
     @property
     def better(self) -> bool:
-        """Whether more of its answers are right than of any member's."""
+        """Whether the ensemble's accuracy is higher than that of every member."""
         return self.ensemble["accuracy"] > max(each["accuracy"] for each in self.members)
 
     def __str__(self) -> str:
@@ -237,7 +237,7 @@ def _line(name: str, found: dict[str, float]) -> str:
 
 
 def scores(probabilities: NDArray[Any], target: NDArray[Any]) -> dict[str, float]:
-    """Accuracy and mean cross entropy, for class numbers."""
+    """Return the accuracy and the mean cross entropy, for class numbers as targets."""
     if probabilities.ndim == 1 or probabilities.shape[1] == 1:
         second = probabilities.reshape(-1)
         answers = (second >= 0.5).astype(int)

@@ -1,4 +1,4 @@
-"""One classifier of an ensemble, whichever front end it is of: probabilities, and its file."""
+"""One classifier of an ensemble, of torch or Keras: its probabilities and its file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from stratagem.strategies.strategy import Strategy, alone_on
 from stratagem.training.replica import current_replica
 from stratagem.training.settings import Settings
 
-_CLOSE = 1e-3  # how far the probabilities of a row may be from adding up to 1
+_CLOSE = 1e-3  # how far the sum of a row's probabilities may be from 1
 
 
-#: of x and batch_size, on the replica that calls it
+#: predicts from x and batch_size, on the calling replica
 Answers = Callable[[Any, int | None], Any]
 
 
@@ -35,33 +35,33 @@ class EnsembleMember(Protocol):
     from_logits: bool | None
 
     def predict(self, x: Any, batch_size: int | None) -> Any:
-        """The model's outputs, from the devices of its own strategy."""
+        """Return the model's outputs, computed on the devices of its own strategy."""
 
     def sent(self) -> Answers:
-        """What gives the same on one device alone, in another process."""
+        """Return a picklable function that predicts on one device, in another process."""
 
     def probabilities(self, output: Any) -> NDArray[Any]:
-        """Of every class, row by row; of the second one where the model has a single output."""
+        """Return the probabilities of all classes, or of the second one for a single output."""
 
     def save(self, folder: Path, name: str) -> str:
-        """Write it under that name; the name of its file."""
+        """Write the model under a name, and return the file's name."""
 
 
 class TorchMember:
-    """An sg.Model."""
+    """A member that is an sg.Model."""
 
     def __init__(self, model: Model, number: int, from_logits: bool | None) -> None:
         self.model, self._number = model, number
         meaning = Meaning() if model.recipe is None else model.recipe.metrics.meaning
         self.from_logits = meaning.logits if from_logits is None else from_logits
-        #: each output may be for itself: not a loss of one class among others
+        #: whether outputs may be independent labels, and not classes that exclude each other
         self._labels = meaning.logits is True and not meaning.classes
 
     def predict(self, x: Any, batch_size: int | None) -> Any:
         return self.model.predict(x, batch_size=batch_size, verbose=0)
 
     def sent(self) -> Answers:
-        return partial(_answers_of_torch, self.model.module, self.model.recipe_to_predict)
+        return partial(_predict_torch, self.model.module, self.model.recipe_to_predict)
 
     def probabilities(self, output: Any) -> NDArray[Any]:
         return normalised(output, self._number, self.from_logits, self._labels)
@@ -71,14 +71,14 @@ class TorchMember:
 
     @staticmethod
     def load(file: Path, module: nn.Module) -> Model:
-        """The module with the weights of that file."""
+        """Load the weights of a file into a module."""
         model = Model(module)
         model.load(file)
         return model
 
 
 class KerasMember:
-    """A model of Keras."""
+    """A member that is a Keras model."""
 
     def __init__(self, model: Any, number: int, from_logits: bool | None) -> None:
         self.model, self._number = model, number
@@ -94,7 +94,7 @@ class KerasMember:
     def sent(self) -> Answers:
         from stratagem.frontends.keras.model_pickle import FollowerModel
 
-        return partial(_answers_of_keras, FollowerModel(0, self.model, Settings()))
+        return partial(_predict_keras, FollowerModel(0, self.model, Settings()))
 
     def probabilities(self, output: Any) -> NDArray[Any]:
         if isinstance(output, np.ndarray):
@@ -107,18 +107,18 @@ class KerasMember:
 
     @staticmethod
     def load(file: Path) -> Any:
-        """The model of that file."""
+        """Load the model of a file."""
         import keras
 
         return keras.models.load_model(file)
 
 
-def _answers_of_torch(module: nn.Module, recipe: Recipe, x: Any, batch_size: int | None) -> Any:
+def _predict_torch(module: nn.Module, recipe: Recipe, x: Any, batch_size: int | None) -> Any:
     source = inputs.source_of(x, batch_size=batch_size)
     return evaluation.predict(evaluation.Evaluation(module, recipe, source))
 
 
-def _answers_of_keras(sent: Any, x: Any, batch_size: int | None) -> Any:
+def _predict_keras(sent: Any, x: Any, batch_size: int | None) -> Any:
     import keras
 
     from stratagem.frontends.keras.adapter import device_name
@@ -129,7 +129,7 @@ def _answers_of_keras(sent: Any, x: Any, batch_size: int | None) -> Any:
 
 
 def member_of(model: Any, number: int, from_logits: bool | None) -> EnsembleMember:
-    """What the ensemble does with a model."""
+    """Return a model as a member of an ensemble."""
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):
         return KerasMember(model, number, from_logits)
@@ -147,7 +147,7 @@ def member_of(model: Any, number: int, from_logits: bool | None) -> EnsembleMemb
 
 
 def check_devices(strategy: Strategy) -> None:
-    """Refuse a strategy whose devices cannot each have a member of its own."""
+    """Raise if the strategy's devices cannot each hold whole members."""
     group = strategy.replica_group
     whole = strategy.num_replicas_in_sync == len(strategy.devices)
     if strategy.served or group.place is not None or not whole:
@@ -160,7 +160,7 @@ def check_devices(strategy: Strategy) -> None:
 def side_by_side(
     strategy: Strategy, members: Sequence[EnsembleMember], x: Any, batch_size: int | None
 ) -> list[Any]:
-    """The members' outputs, each from one device, which answers for every so many-th."""
+    """Return the members' outputs; each device computes every n-th member, for n devices."""
     if inputs.kind_of(x, None) is not inputs.Kind.ARRAYS:
         raise UsageError(
             f"members on several devices each read all of x, and a {type(x).__name__} is no array; "
@@ -180,7 +180,7 @@ def _own_members(members: Sequence[Answers], x: Any, batch_size: int | None) -> 
 
 
 def normalised(output: Any, number: int, from_logits: bool | None, labels: bool) -> NDArray[Any]:
-    """A model's outputs as probabilities; refused where it is not known that they are."""
+    """Return a model's outputs as probabilities; raise if they may not be."""
     if not isinstance(output, torch.Tensor) or output.dim() not in (1, 2):
         what = f"{output.dim()} axes" if isinstance(output, torch.Tensor) else "several parts"
         raise UsageError(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LossSum:
-    """The loss over all examples so far; losses stay on the device until they are read."""
+    """The mean loss over all examples so far; losses stay on the device until they are read."""
 
     _KEEP = 256
 
@@ -47,18 +47,18 @@ class LossSum:
         return self._sum / self.examples if self.examples else float("nan")
 
     def total(self) -> list[Any]:
-        """The sum of losses, each times its examples, and the number of examples."""
+        """Return the sum of losses times examples, and the number of examples."""
         self._fold()
         return [self._sum, self.examples]
 
     def state(self) -> dict[str, Any]:
-        """The sums, for `load_state`."""
+        """Return the sums, for `load_state`."""
         losses = torch.stack(self._losses).cpu() if self._losses else None
         found = {"examples": self.examples, "sum": self._sum, "losses": losses}
         return found | {"totals": list(self._totals)}
 
     def load_state(self, state: dict[str, Any], device: torch.device | None = None) -> None:
-        """Go on from these sums; losses that were not folded stay so, for the same bits."""
+        """Continue from these sums; losses are not folded earlier, to get the same bits."""
         self.examples, self._sum = int(state["examples"]), float(state["sum"])
         self._losses = []
         if state["losses"] is not None:
@@ -76,7 +76,7 @@ def counts_of(metric: torchmetrics.Metric) -> dict[str, Any]:
 
 
 def own_counts(metric: torchmetrics.Metric) -> dict[str, Any]:
-    """Return a metric's states without a copy, for a metric that is given other states next."""
+    """Return a metric's states without a copy; the metric must be given other states next."""
     return {"updates": int(metric._update_count), "states": dict(metric.metric_state)}
 
 
@@ -85,8 +85,9 @@ def take_counts(
 ) -> None:
     """Load the states of one or several metrics, joined as if one metric had counted everything.
 
-    `last`: the metric is computed next and counts nothing more, so a state without a reduction may
-    be what torchmetrics makes of it, the states of all in one tensor."""
+    `last`: the metric is only computed after this, so states without a reduction may be stacked
+    into one tensor, as torchmetrics does.
+    """
     metric._update_count = sum(int(each["updates"]) for each in saved)
     for name in metric._defaults:
         values = [_on(each["states"][name], metric.device) for each in saved]
@@ -124,7 +125,7 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def refuse_means(metrics: Sequence[torchmetrics.Metric]) -> None:
-    """Refuse states that are averaged over replicas."""
+    """Raise if a metric's states are averaged over replicas."""
     for metric in metrics:
         kinds = [getattr(each, "__name__", "") for each in metric._reductions.values() if each]
         if any("mean" in kind for kind in kinds):

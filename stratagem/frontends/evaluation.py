@@ -1,4 +1,4 @@
-"""The loops of `evaluate` and `predict`, as every replica runs them; and that of the evaluator."""
+"""The loops of `evaluate` and `predict` on every replica, and that of the evaluator task."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Evaluation:
     recipe: Recipe
     source: Source
     steps: int | None = None
-    #: whether rows have been tried: `fit` has done so when it validates, where it shares rows out
+    #: whether rows have been checked already, as `fit` does before it validates
     tried: bool = False
-    #: on the chief only
+    #: these two are set on the chief only
     meter: ProgressMeter | None = None
     callbacks: CallbackList = field(default_factory=CallbackList.none)
     #: whether callbacks act between batches, so that replicas must listen there
     between: bool = False
 
     def asked_to_end(self) -> bool:
-        """SIGTERM ends it at once: there is nothing to save."""
+        """Return False: SIGTERM ends an evaluation at once, since it has nothing to save."""
         return False
 
     def done(self) -> int:
-        """Return 0: an evaluation is done again from its start when replicas leave or join."""
+        """Return 0: an evaluation starts over when replicas leave or join."""
         return 0
 
     def for_followers(self) -> Evaluation:
@@ -64,7 +64,7 @@ class Evaluation:
         )
 
     def look(self, call: str) -> fingerprint.Look:
-        """The settings that must be the same on every worker."""
+        """Return the settings that must be equal on every worker."""
         found = fingerprint.of_module(self.module)
         found |= self.recipe.look() if call != "predict" else {}
         return found | {"number of steps": str(self.steps)} | self.source.look("the data")
@@ -79,7 +79,7 @@ class Evaluation:
 
 
 def evaluate(job: Evaluation) -> dict[str, float]:
-    """Loss and metrics over every example once, the same on every replica."""
+    """Return the loss and metrics over every example once, equal on every replica."""
     replica = current_replica()
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
@@ -90,8 +90,8 @@ def evaluate(job: Evaluation) -> dict[str, float]:
 
 
 def _listener(job: Evaluation, replica: Replica) -> Listen:
-    """Make the function that applies the callbacks' changes between two batches. Collective."""
-    # other workers may have been given other callbacks, or none
+    """Return the function that applies callbacks' changes between two batches. Collective."""
+    # the scripts of other workers may have other callbacks, or none
     job.between = bool(broadcast_tree(replica.collective, job.between))
     changes = job.callbacks.changes
     changes.alone = replica.count == 1
@@ -130,7 +130,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
             tally.add(loss, portion.total)
             job.callbacks.test_batch_end(number, tally)
     if job.between:
-        listen()  # what the last batch's callbacks changed
+        listen()  # for changes after the last batch
     if not sums:
         raise UsageError(
             "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
@@ -143,7 +143,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
 
 
 def _losses(adapter: TorchAdapter, portion: Portion) -> tuple[float, float]:
-    """Numerator and denominator of this share's loss; updates the metrics."""
+    """Return numerator and denominator of this share's loss, and update the metrics."""
     recipe = adapter.recipe
     if portion.examples == 0:
         return 0.0, 0.0
@@ -158,16 +158,16 @@ def _losses(adapter: TorchAdapter, portion: Portion) -> tuple[float, float]:
 
 
 def _mean_loss(sums: list[list[float]], replica: Replica) -> float:
-    """Each global batch's loss, weighted by its examples, as one device averages it."""
-    everybody = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
-    added = torch.stack(everybody).sum(0)
+    """Average the losses of global batches, weighted by their examples, as one device does."""
+    gathered = gather_tree(replica.collective, torch.tensor(sums, dtype=torch.float64))
+    added = torch.stack(gathered).sum(0)
     totals = torch.tensor([row[2] for row in sums], dtype=torch.float64)
     return float((added[:, 0] / added[:, 1] * totals).sum() / totals.sum())
 
 
 @torch.no_grad()
 def predict(job: Evaluation) -> Any:
-    """Outputs for every example, in order, on the CPU."""
+    """Return the outputs for every example, in order, on the CPU."""
     replica = current_replica()
     job.module.to(replica.device)
     align(job.module, replica)
@@ -175,12 +175,12 @@ def predict(job: Evaluation) -> Any:
     listen = _listener(job, replica)
     with own_streams(replica, renew=True):
         mine = _own_outputs(job, replica, listen)
-    everybody = gather_tree(replica.collective, mine)
-    return _in_one([part for batch in zip(*everybody, strict=True) for part in batch], replica)
+    gathered = gather_tree(replica.collective, mine)
+    return _join_shares([part for batch in zip(*gathered, strict=True) for part in batch], replica)
 
 
-def _in_one(parts: list[Any], replica: Replica) -> Any:
-    """Join the outputs of shares in order."""
+def _join_shares(parts: list[Any], replica: Replica) -> Any:
+    """Join the outputs of shares, in order."""
     ordered = [part for part in parts if part is not None]
     found = [output for output, _ in ordered]
     if replica.count > 1 and found:
@@ -189,7 +189,7 @@ def _in_one(parts: list[Any], replica: Replica) -> Any:
 
 
 def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
-    """Outputs for this replica's shares, and how many rows they are of; None for empty ones."""
+    """Return [outputs, rows] for each of this replica's shares; None for an empty share."""
     adapter = TorchAdapter(job.module, None, job.recipe, replica)
     check = RowCheck(job.module, job.recipe, replica, "predict")
     if job.between:
@@ -202,11 +202,11 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
         if check.open:
             check.before(portion)
         mine.append(_own_output(adapter, portion))
-        if number == 0 and mine[0] is not None and replica.count > 1:  # before the others are made
+        if number == 0 and mine[0] is not None and replica.count > 1:  # before computing all others
             check_rows([mine[0][0]], [portion.examples])
         if job.between:
-            everybody = gather_tree(replica.collective, mine[-1])
-            job.callbacks.predict_batch_end(number, _in_one(everybody, replica))
+            gathered = gather_tree(replica.collective, mine[-1])
+            job.callbacks.predict_batch_end(number, _join_shares(gathered, replica))
     if job.between:
         listen()
     return mine
@@ -221,13 +221,13 @@ def _own_output(adapter: TorchAdapter, portion: Portion) -> Any:
 
 # --- the evaluator: evaluates every checkpoint that the chief writes ------------------------------
 #
-# The same script runs on every task. Here `fit` takes from its arguments what it needs: where a
-# ModelCheckpoint writes, what to validate on, and where a TensorBoard callback logs.
+# The evaluator runs the same script as the other tasks. Its `fit` uses three of the arguments: the
+# path of ModelCheckpoint, the validation data, and the folder of TensorBoard.
 
 
 log = logging.getLogger("stratagem")
 
-_PAUSE = 0.2  # seconds between two looks at the folder
+_PAUSE = 0.2  # seconds between two scans of the folder
 _FIELD = re.compile(r"\{[^{}]*\}")
 NEEDS = (
     "this task is the evaluator: it evaluates the checkpoints that the chief writes, so fit needs "
@@ -242,9 +242,9 @@ def watch(
     evaluate: Callable[[], Any],
     over: Callable[[], bool],
 ) -> History:
-    """Evaluate checkpoints as they come, until the job is over and the last has been seen.
+    """Evaluate every checkpoint when it appears, until the job is over and the last one is done.
 
-    The history has what was found here, and what the chief had written down when it last saved.
+    The history has these results, and the chief's own history from its last checkpoint.
     """
     saver = next((c for c in callbacks if isinstance(c, ModelCheckpoint)), None)
     if saver is None or validation is None:
@@ -268,9 +268,9 @@ def watch(
 
 
 def new_files(pattern: Path, over: Callable[[], bool]) -> Iterator[tuple[Path, int]]:
-    """Files as they appear or change, with their number; the last after the end, too.
+    """Yield new and changed files with a running number, until the job is over and none is new.
 
-    `pattern` may hold fields, {epoch} say, that stand for anything.
+    `pattern` may have fields such as {epoch}, which match anything.
     """
     name = _FIELD.sub("*", pattern.name)
     folder = Path(_FIELD.sub("*", str(pattern.parent)))
@@ -291,11 +291,11 @@ def new_files(pattern: Path, over: Callable[[], bool]) -> Iterator[tuple[Path, i
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """The modification time and size of a file, which change with its content."""
+    """Return the modification time and size of a file, which change with its content."""
     seen = path.stat()
     return seen.st_mtime_ns, seen.st_size
 
 
 def _glob(folder: Path, name: str) -> list[Path]:
-    root = Path(folder.anchor)  # a glob starts at a folder and goes down
+    root = Path(folder.anchor)  # a glob pattern is relative to its folder
     return list(root.glob(str((folder / name).relative_to(root))))

@@ -1,8 +1,7 @@
-"""What `fit` on several replicas refuses: hooks, memory that parameters share, autocast around it.
+"""Refuses what `fit` on several replicas cannot support: hooks, shared memory, outer autocast.
 
-Hooks on parameters and optimizers are not sent with a model. Where every worker has put its own in
-place they still see a part of the gradient, and what one clips of a part is not what one would clip
-of the whole.
+Hooks on parameters and optimizers are not sent with a model. Even if every worker registers its
+own, a hook sees only a part of the gradient, and clipping a part differs from clipping the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stratagem.strategies.strategy import Strategy
 
 
 def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
-    """Refuse hooks of the user's on a gradient that is put together from several replicas."""
+    """Raise if a parameter has a user's hook, which would see one replica's gradient only."""
     if strategy.replica_group.size == 1:
         return
     for name, param in module.named_parameters():
@@ -35,7 +34,7 @@ def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
 
 
 def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:
-    """Refuse hooks of the user's on an optimizer whose steps are made elsewhere, too."""
+    """Raise if the optimizer has a user's hook, and other processes make its steps, too."""
     elsewhere = strategy.served or len(strategy.replica_group.devices) > 1
     step = vars(optimizer).get("step")
     if elsewhere and step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -57,14 +56,14 @@ def _has(owner: Any, kinds: Iterable[str]) -> bool:
 
 
 def _ours(hook: Any) -> bool:
-    """Whether a hook was left behind by a training that was cut short."""
+    """Return whether a hook is ours, left behind by an interrupted training."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith("stratagem.")
 
 
 def refuse_autocast() -> None:
-    """Refuse a fit inside of torch.autocast, in which the other replicas would not be."""
+    """Raise inside of torch.autocast, which does not apply to the other replicas."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UsageError(
             "fit was called inside of torch.autocast, which the other replicas know nothing of; "
@@ -73,9 +72,14 @@ def refuse_autocast() -> None:
 
 
 def refuse_shared(module: nn.Module) -> None:
-    """Refuse a trained parameter that lies in the memory of another, or of a buffer: replicas
-    would part them. What is only read may share."""
-    whose = {False: (0, ""), True: (0, "")}  # the furthest end so far, by whether it is trained
+    """Raise if a trained parameter shares memory that replicas would split into copies.
+
+    Tensors that are only read may share memory.
+    """
+    whose = {
+        False: (0, ""),
+        True: (0, ""),
+    }  # the furthest end so far and its name, by whether it is trained
     for start, end, trained, name in sorted(_spans(module)):
         reach, other = max(whose.values()) if trained else whose[True]
         if start < reach:
@@ -88,8 +92,10 @@ def refuse_shared(module: nn.Module) -> None:
 
 
 def _spans(module: nn.Module) -> Iterator[tuple[int, int, bool, str]]:
-    """The first address of each tensor, one past its last, and whether it is trained; a tied
-    parameter counts once."""
+    """Yield each tensor's first address, its end, whether it is trained, and its name.
+
+    A tied parameter counts once.
+    """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if _has_memory(tensor):
             length = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,6 +1,6 @@
-"""What users give as data, recognised once: as it comes into `fit`, `evaluate` or `predict`.
+"""Turns the data given to `fit`, `evaluate` or `predict` into a source (sources.py).
 
-arrays, tensors, lists of numbers, several of them side by side    ArraySource
+arrays, tensors, lists of numbers, or several of these per row     ArraySource
 datasets with numbered rows, DataLoaders of them                   DatasetSource
 other datasets and DataLoaders, generators, lists of batches       StreamSource
 """
@@ -27,7 +27,7 @@ _NUMBER = (bool, int, float, complex, np.generic)
 
 
 class Kind(Enum):
-    """What something is, as data."""
+    """The kinds of data that users give."""
 
     LOADER = auto()
     DATASET = auto()
@@ -36,7 +36,7 @@ class Kind(Enum):
 
 
 def kind_of(x: Any, y: Any = None) -> Kind:
-    """What kind of data `x` is, with or without targets beside it."""
+    """Return what kind of data `x` is; a list is read differently if `y` is given."""
     if isinstance(x, DataLoader):
         return Kind.LOADER
     if _is_dataset(x):
@@ -60,7 +60,7 @@ def source_of(
     shuffle: bool = False,
     seed: int = 0,
 ) -> Source:
-    """Return whatever the user gave as a source."""
+    """Return the user's data as a source."""
     asked.whole(1, batch_size=batch_size)
     kind = kind_of(x, y)
     if kind is Kind.ARRAYS:
@@ -101,7 +101,7 @@ def to_train_on(
     shuffle: bool,
     validation_batch_size: int | None,
 ) -> tuple[Source, Source | None]:
-    """What `fit` trains on, of (x, y, sample weights), and what it validates on."""
+    """Return the sources to train on and to validate on; `data` is (x, y, sample weights)."""
     if split and validation is not None:
         raise UsageError("give validation_data or validation_split, not both.")
     if split and not 0 < split < 1:
@@ -119,7 +119,7 @@ def to_train_on(
 
 
 def to_validate_on(data: Any, own: int | None, batch_size: int | None) -> Source | None:
-    """What to validate on, with a batch size of its own, or that of the training."""
+    """Return the source to validate on; its batch size is `own`, or else that of the training."""
     if data is None:
         return None
     has_batches = kind_of(data) in (Kind.LOADER, Kind.BATCHES)
@@ -130,7 +130,7 @@ def to_validate_on(data: Any, own: int | None, batch_size: int | None) -> Source
 
 
 def _hold_out(source: Source, part: float, given: str) -> tuple[ArraySource, ArraySource]:
-    """The rows to train on, and the last `part` of them to validate."""
+    """Split off the last `part` of the rows for validation."""
     if not isinstance(source, ArraySource):
         raise UsageError(
             f"validation_split cuts arrays and tensors, not a {given}; give what is held out as "
@@ -145,7 +145,7 @@ def _hold_out(source: Source, part: float, given: str) -> tuple[ArraySource, Arr
 
 
 def _weighted(source: Source, weights: Mapping[int, float] | Sequence[float]) -> ArraySource:
-    """The same, where each example weighs what its class does, 1 if that has no weight."""
+    """Return the source with each example weighted by its class; the default weight is 1."""
     if not isinstance(source, ArraySource) or not isinstance(source.y, Tensor):
         raise UsageError(
             "class_weight needs y as one array of classes; with other data give sample weights, or "
@@ -177,7 +177,7 @@ def _loader(loader: DataLoader[Any]) -> Source:
         return StreamSource(loader, None)
     try:
         return DatasetSource(loader, len(loader))
-    except TypeError:  # that is how a sampler without a length says so
+    except TypeError:  # the sampler has no length
         return DatasetSource(loader, None)
 
 
@@ -204,7 +204,7 @@ class TensorBatches:
 
 
 def as_tensors(tree: Any) -> Any:
-    """The same tree with tensors in place of arrays and of lists of numbers."""
+    """Replace arrays and lists of numbers in a tree by tensors."""
     if tree is None or isinstance(tree, Tensor):
         return tree
     if _is_numbers(tree):
@@ -233,7 +233,7 @@ def _array(rows: Any) -> Any:
 
 
 def _is_numbers(tree: Any) -> bool:
-    """Whether it is a list of numbers, of lists of numbers, ...; the first of each tells."""
+    """Return whether `tree` is a nested list of numbers, judged by its first element."""
     if not isinstance(tree, list | tuple):
         return False
     while isinstance(tree, list | tuple) and tree:
@@ -242,7 +242,7 @@ def _is_numbers(tree: Any) -> bool:
 
 
 def _is_arrays(x: Any) -> bool:
-    """Whether it is one array, or several as inputs side by side."""
+    """Return whether `x` is one array, or several arrays as the inputs of a model."""
     if isinstance(x, Tensor | np.ndarray) or _is_numbers(x):
         return True
     if isinstance(x, dict):
@@ -251,7 +251,7 @@ def _is_arrays(x: Any) -> bool:
 
 
 def _is_batches(x: Any, y: Any) -> bool:
-    """A list of tuples and no y: batches one after the other, not several inputs."""
+    """Return whether `x` is a list of batches, (x, y) say, and not of several inputs."""
     if y is not None or not isinstance(x, list):
         return False
     if _is_numbers(x) and not (isinstance(x[0], tuple) and isinstance(x[0][0], list | tuple)):

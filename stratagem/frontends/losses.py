@@ -1,4 +1,4 @@
-"""Losses, with what their mean is taken over: that is what makes shares add up exactly.
+"""Losses as numerator and denominator, so that the shares of replicas add up exactly.
 
 A loss of the global batch is  sum over replicas of numerator / sum over replicas of denominator.
 For most losses the denominator is the number of rows. Cross entropy skips ignored targets and
@@ -29,9 +29,9 @@ _ALIASES = {
     "sparse_categorical_crossentropy": "cross_entropy",
 }
 _COUNTED = (F.cross_entropy, F.nll_loss)
-#: of probabilities, and of their logarithms, for which no share is within 0 and 1
+#: losses of probabilities and of log probabilities, so that outputs are no logits
 _NO_LOGITS = (F.binary_cross_entropy, F.nll_loss)
-#: losses that compare output and target number by number, whatever must be repeated for that
+#: losses that compare output and target elementwise, and broadcast either
 _NUMBER_BY_NUMBER = (
     F.mse_loss,
     F.l1_loss,
@@ -51,42 +51,42 @@ _NUMBER_BY_NUMBER = (
 class Loss(Protocol):
     """A loss as the training loop sees it."""
 
-    #: whether `terms` returns a denominator that only the targets tell
+    #: whether the denominator of `terms` depends on the targets
     counted: bool
-    #: whether it runs code that is not torch's
+    #: whether it runs user code
     own: bool
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
-        """The loss of a whole batch on one device."""
+        """Return the loss of a whole batch on one device."""
 
     def terms(
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
-        """Numerator and denominator of one share, of so many examples."""
+        """Return numerator and denominator of one share of `examples` rows."""
 
     def is_by_row(self, output: Any, target: Any) -> bool:
-        """Whether torch is known to give every row of these a value of its own."""
+        """Return whether torch computes a separate value for every row of these tensors."""
 
 
 class Meaning(NamedTuple):
-    """What a loss takes the model's outputs for; metrics by name mean the same."""
+    """How a loss interprets the model's outputs; named metrics interpret them likewise."""
 
-    #: outputs are logits, of which metrics make probabilities first; None: that is not known
+    #: whether outputs are logits, which metrics turn into probabilities; None if unknown
     logits: bool | None = None
-    #: a row has a value for each class, also where its target has one for each
+    #: whether a row has a value for each class, even if its target has one, too
     classes: bool = False
-    #: a class that stands for "leave this target out"
+    #: the class number of targets that do not count
     ignored: int | None = None
 
 
 def examples(output: Any, target: Any) -> int:
-    """Rows of a share: those of the targets; of the outputs where there are no targets."""
+    """Return the number of rows of the targets, or of the outputs if there are no targets."""
     count = count_rows(target)
     return count if count >= 0 else count_rows(output)
 
 
-def _by_example(weight: Tensor) -> Tensor:
-    """Sample weights, one number for each example."""
+def _flat_weights(weight: Tensor) -> Tensor:
+    """Return sample weights as one number for each example."""
     if weight.dim() != 1 and weight.numel() != len(weight):
         raise UsageError(
             f"the sample weights of a batch have the shape {tuple(weight.shape)}; give one number "
@@ -96,7 +96,7 @@ def _by_example(weight: Tensor) -> Tensor:
 
 
 def _check_given(target: Any) -> None:
-    """Raise if there are no targets, for torch's losses."""
+    """Raise if there are no targets, which torch's losses need."""
     if target is None:
         raise UsageError(
             "the loss needs targets, and there are none: y is missing, or the data yields x alone; "
@@ -105,7 +105,7 @@ def _check_given(target: Any) -> None:
 
 
 def _check_even(target: Any, examples: int) -> None:
-    """Raise if examples have different numbers of targets, which a mean would not weigh alike."""
+    """Raise if examples differ in their number of targets, so that shares' means do not add up."""
     if not isinstance(target, Tensor) or target.dim() == 0 or examples in target.shape:
         return
     if len(target) % max(examples, 1):
@@ -117,7 +117,7 @@ def _check_even(target: Any, examples: int) -> None:
 
 
 def _check_alike(output: Any, target: Any) -> None:
-    """Raise if torch would broadcast a target along the rows, also of other shares."""
+    """Raise if torch would broadcast targets along the rows, which mixes rows of all shares."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return
     by_row = output.dim() == target.dim() > 0 and len(output) == len(target)
@@ -137,7 +137,7 @@ def _same_shape(output: Any, target: Any) -> bool:
 
 
 class RowLoss:
-    """Any callable whose value is a mean over rows, or one value a row."""
+    """A callable that returns the mean over the rows, or one value per row."""
 
     counted = False
 
@@ -146,7 +146,7 @@ class RowLoss:
     ) -> None:
         self.function = function
         self.per_row = per_row
-        #: not torch's: that its single number is a mean over rows has to be seen
+        #: whether it is user code, whose single number may not be a mean over the rows
         self.own = _is_own(function)
         self._by_number = function in _NUMBER_BY_NUMBER or type(function) in _NUMBER_BY_NUMBER
 
@@ -171,7 +171,7 @@ class RowLoss:
     def _weighted(self, output: Any, target: Any, weight: Tensor) -> Tensor:
         if not self.own:
             _check_given(target)
-        weight = _by_example(weight)
+        weight = _flat_weights(weight)
         values = (self.per_row or self.function)(output, target)
         if values.dim() == 0:
             raise UsageError(
@@ -185,7 +185,7 @@ class RowLoss:
 
 
 class SummedLoss:
-    """A loss that is a sum over rows; its gradient grows with the batch, as on one device."""
+    """A loss that sums over the rows, so that its gradient grows with the batch."""
 
     counted = False
 
@@ -210,16 +210,16 @@ class SummedLoss:
 
 
 class CountedLoss:
-    """Cross entropy and its kin: the mean is over the targets that count, by class weight."""
+    """Cross entropy and NLL loss: a mean over the targets that count, weighted by class."""
 
     counted = True
     own = False
 
     def __init__(self, function: Callable[..., Tensor], module: nn.Module | None = None) -> None:
-        """`module`: whose settings count, as they are when it is called."""
-        #: what the user gave
+        """`module`: the loss module, whose settings are read at every call."""
+        #: the user's loss
         self.function: Any = function if module is None else module
-        self._torchs = function
+        self._torch_loss = function
         self._module: Any = module
         #: class weights, their version, and a copy of them on the outputs' device
         self._moved: tuple[Tensor, int, Tensor] | None = None
@@ -240,17 +240,17 @@ class CountedLoss:
         smoothing = getattr(self._module, "label_smoothing", None)
         return {} if smoothing is None else {"label_smoothing": smoothing}
 
-    def _plainly(self, output: Any, target: Any) -> Tensor:
+    def _unweighted(self, output: Any, target: Any) -> Tensor:
         _check_given(target)
         if self._module is None:
-            return self._torchs(output, target)
+            return self._torch_loss(output, target)
         weight = self._weight_on(output.device)
         if weight is None and self.ignore_index == -100 and not any(self.options.values()):
-            return self._torchs(output, target)  # as torch's defaults: the quick way
+            return self._torch_loss(output, target)  # torch's defaults, which are faster
         return self._value(output, target, weight, "mean")
 
     def _value(self, output: Any, target: Any, by_class: Tensor | None, reduction: str) -> Tensor:
-        value: Tensor = self._torchs(
+        value: Tensor = self._torch_loss(
             output,
             target,
             weight=by_class,
@@ -261,7 +261,7 @@ class CountedLoss:
         return value
 
     def _weight_on(self, device: torch.device) -> Tensor | None:
-        """The class weights on a device; copied again only after a change."""
+        """Return the class weights on a device; they are copied again only after a change."""
         weight = self.class_weight
         if weight is None or weight.device == device:
             return weight
@@ -272,7 +272,7 @@ class CountedLoss:
 
     def mean(self, output: Any, target: Any, weight: Tensor | None) -> Tensor:
         if weight is None:
-            return self._plainly(output, target)
+            return self._unweighted(output, target)
         numerator, denominator = self.terms(output, target, weight, len(weight))
         ratio: Tensor = numerator / denominator
         return ratio
@@ -283,17 +283,18 @@ class CountedLoss:
         _check_given(target)
         by_class = self._weight_on(output.device)
         if weight is not None:
-            weight = _by_example(weight)
+            weight = _flat_weights(weight)
             values = self._value(output, target, by_class, "none")
             return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
         value = self._value(output, target, by_class, "sum")
         return value, self._count(output, target, by_class)
 
     def is_by_row(self, output: Any, target: Any) -> bool:
-        return isinstance(output, Tensor) and output.dim() > 1  # else one row of classes
+        # outputs of one dimension are the classes of a single row
+        return isinstance(output, Tensor) and output.dim() > 1
 
     def count(self, target: Any) -> float:
-        """The denominator of a batch, from its targets alone."""
+        """Return the denominator of a batch, computed from its targets alone."""
         _check_given(target)
         return float(self._count(target, target, self._weight_on(target.device)))
 
@@ -307,7 +308,7 @@ class CountedLoss:
 
 
 def _is_own(function: Any) -> bool:
-    """Whether a loss is user code, or has hooks."""
+    """Return whether a loss is user code, or has hooks."""
     torchs = str(getattr(function, "__module__", "")).startswith("torch.nn.")
     return not torchs or _is_hooked(function)
 
@@ -322,7 +323,7 @@ def _only_integers(target: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def resolve(loss: Any) -> Loss:
-    """From a name ("cross_entropy"), a torch function, a torch loss module or any callable."""
+    """Return the loss for a name ("cross_entropy"), a torch function or module, or any callable."""
     if isinstance(loss, str):
         loss = _by_name(loss)
     if isinstance(loss, type):
@@ -347,7 +348,7 @@ def resolve(loss: Any) -> Loss:
 
 
 def meaning(loss: Any, from_logits: bool | None = None) -> Meaning:
-    """What this loss takes outputs for; of other losses than torch's the user may say it."""
+    """Return how a loss interprets outputs; `from_logits` is for losses other than torch's."""
     if isinstance(loss, str):
         loss = _by_name(loss)
     by_label = loss is F.binary_cross_entropy_with_logits or isinstance(loss, nn.BCEWithLogitsLoss)
@@ -366,7 +367,7 @@ def _ignored(loss: Any) -> int | None:
 
 
 def _unreduced(loss: Any) -> Callable[..., Tensor] | None:
-    """The same loss with one value a row, where torch knows how."""
+    """Return the loss with one value per row; None if torch has no such form."""
     if getattr(loss, "__module__", None) == F.__name__:
         return lambda output, target: loss(output, target, reduction="none")
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", None) == "mean":

@@ -1,4 +1,4 @@
-"""The kinds of metrics that there are: some by name, torchmetrics' own, and plain functions."""
+"""The kinds of metrics: named ones, torchmetrics objects and plain functions."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from stratagem.frontends.losses import Meaning, examples
 
 log = logging.getLogger("stratagem")
 
-#: they look for the largest value of a row, whatever it is
+#: these take the largest value of a row, so that logits and probabilities give the same
 _BY_RANK = (MulticlassConfusionMatrix, MulticlassExactMatch, MulticlassStatScores)
 
-#: from the number of classes (0: none), and what outputs are to the loss
+#: makes a metric for a number of classes (0: none) and the loss's view of the outputs
 Maker = Callable[[int, Meaning], torchmetrics.Metric]
 
 
 def accuracy(classes: int, meaning: Meaning) -> torchmetrics.Metric:
-    """What is meant by the name."""
+    """Return the metric for the name "accuracy"."""
     if classes > 1:
         return ClassAccuracy(classes, meaning.ignored)
     return (LogitAccuracy if meaning.logits else BinaryAccuracy)(validate_args=False)
 
 
 class ClassAccuracy(torchmetrics.Metric):
-    """Of outputs with a value for each class; targets are classes, or have a probability for each,
-    of which the largest counts. One model may be given both, one after the other.
+    """Accuracy of outputs with a value for each class.
 
-    torchmetrics' own knows no probabilities as targets, and where it leaves targets out, a GPU has
-    to wait for their number.
+    Targets are class numbers, or probabilities of which the largest counts; batches may differ in
+    this. torchmetrics' MulticlassAccuracy does not take probabilities as targets, and to ignore
+    targets it waits for the GPU.
     """
 
     higher_is_better = True
@@ -69,7 +69,7 @@ class ClassAccuracy(torchmetrics.Metric):
                 f"{tuple(target.shape)}; give a function that compares them: lambda output, "
                 "target: (output.argmax(-1) == target).float(), say."
             )
-        if ignored is None:  # without +=, for which a module looks through its parts
+        if ignored is None:  # not +=, since setting an attribute of a module is slow
             self.right.add_((found == target).sum())
             self.counted.add_(target.numel())
         else:
@@ -82,14 +82,17 @@ class ClassAccuracy(torchmetrics.Metric):
 
 
 class LogitAccuracy(BinaryAccuracy):
-    """Of logits. torchmetrics takes values for probabilities where all of an update are within 0
-    and 1, which a share of few rows may be by chance."""
+    """Binary accuracy of logits.
+
+    torchmetrics takes values for probabilities if all of an update are within 0 and 1, which may
+    happen by chance in a share of few rows.
+    """
 
     def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
         super().update((preds > 0).long(), target)
 
 
-#: made when the first output shows how many classes there are
+#: makers, which are called when the first output shows the number of classes
 _NAMED: dict[str, Maker] = {
     "accuracy": accuracy,
     "acc": accuracy,
@@ -107,13 +110,13 @@ class FunctionMetric(torchmetrics.MeanMetric):
 
     def update(self, output: Any, target: Any) -> None:  # type: ignore[override]
         value = torch.as_tensor(self.function(output, target)).detach().float()
-        # As many values as examples: MeanMetric with nan_strategy="disable" ignores weights.
+        # One value per example, since MeanMetric ignores weights with nan_strategy="disable".
         super().update(value if value.dim() else value.expand(max(1, examples(output, target))))
 
 
 @torch.no_grad()
 def counted(name: str, metric: FunctionMetric, output: Any, target: Any) -> torch.Tensor | None:
-    """How many values a function has for these, and their mean; None if it fails."""
+    """Return the number of values that a function gives, and their mean; None if it fails."""
     fresh = FunctionMetric(copy.copy(metric.function)).to(metric.device)
     try:
         fresh.update(output, target)
@@ -132,7 +135,7 @@ def counted(name: str, metric: FunctionMetric, output: Any, target: Any) -> torc
 def check_function(
     name: str, whole: torch.Tensor, parts: Sequence[torch.Tensor], rounding: float
 ) -> None:
-    """Raise if the function counts something else for some rows than for parts of them."""
+    """Raise if the function's values for parts of the rows do not add up to its value for all."""
     number = sum(part[0] for part in parts)
     mean = sum(part[0] * part[1] for part in parts if part[0]) / number
     together = torch.stack([torch.as_tensor(number), torch.as_tensor(mean)]).to(whole)
@@ -146,8 +149,7 @@ def check_function(
 
 
 def asking(metrics: Iterable[torchmetrics.Metric]) -> list[torchmetrics.Metric]:
-    """Those of torchmetrics' own, and parts of others, to which it matters whether outputs are
-    logits, and which read that off the values of an update."""
+    """Return those of torchmetrics' own metrics that guess whether outputs are logits."""
     parts = {id(part): part for metric in metrics for part in metric.modules()}
     return [
         part
@@ -160,7 +162,7 @@ def asking(metrics: Iterable[torchmetrics.Metric]) -> list[torchmetrics.Metric]:
 
 @contextmanager
 def from_logits(parts: Sequence[torchmetrics.Metric]) -> Iterator[None]:
-    """While these metrics are given logits, of which they get the probabilities."""
+    """Turn logits into probabilities in every update of these metrics."""
     plain = [part.update for part in parts]
 
     def update(part: Any, whole: Callable[..., Any], preds: Any, *args: Any, **named: Any) -> None:
@@ -179,7 +181,7 @@ def from_logits(parts: Sequence[torchmetrics.Metric]) -> Iterator[None]:
 
 
 def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:
-    """What the user gave, each with a name; those made later as what makes them."""
+    """Return the user's metrics by name; those that are made later as their makers."""
     if isinstance(metrics, Mapping):
         given = [(str(name), metric) for name, metric in metrics.items()]
     elif isinstance(metrics, Sequence) and not isinstance(metrics, str):
@@ -191,10 +193,10 @@ def listed(metrics: Any) -> list[tuple[str, torchmetrics.Metric | Maker]]:
 
 
 def _members(name: str, metric: Any) -> list[tuple[str, Any]]:
-    """A metric with its name; a collection as its members, with the names that it gives them."""
+    """Return a metric with its name, or the members of a collection with theirs."""
     if not isinstance(metric, torchmetrics.MetricCollection):
         return [(name or _name(metric), _checked(metric))]
-    # With a state for each: those of a used collection share one, which would count twice.
+    # Copy the states: members of a used collection share one, which would count twice.
     members = metric.items(keep_base=False, copy_state=True)
     return [(f"{name}_{own}" if name else own, member) for own, member in members]
 

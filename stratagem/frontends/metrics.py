@@ -1,4 +1,4 @@
-"""Metrics are torchmetrics, joined over replicas when they are read."""
+"""Metrics are torchmetrics objects, whose states are joined over replicas when they are read."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class MetricSet:
     """The metrics of one model, by name."""
 
     def __init__(self, metrics: Any, meaning: Meaning = Meaning()) -> None:  # noqa: B008
-        """`meaning`: what the loss takes the outputs for."""
+        """`meaning`: how the loss interprets the outputs."""
         self.meaning = meaning
         #: whether there was an update since the last reset
         self.counted = False
         self._makers: dict[str, Maker] = {}
         self._metrics: dict[str, torchmetrics.Metric] = {}
-        for name, metric in _named(metrics):
+        for name, metric in _with_names(metrics):
             if name in self._makers or name in self._metrics:
                 raise UsageError(f'two metrics are called "{name}"; give them names: a dict.')
             kept: dict[str, Any] = self._metrics if isinstance(metric, nn.Module) else self._makers
             kept[name] = metric
-        #: functions that cannot be tried
+        #: functions that failed on a few rows, so that they cannot be checked
         self._untried: list[str] = []
-        #: metrics that tell logits from probabilities by the values of an update
-        self._asking: list[torchmetrics.Metric] = []
-        self._find_asking()
+        #: metrics that guess from the values of an update whether they are logits
+        self._guessing: list[torchmetrics.Metric] = []
+        self._find_guessing()
 
     @property
     def names(self) -> list[str]:
@@ -57,7 +57,7 @@ class MetricSet:
 
     @property
     def own(self) -> bool:
-        """Whether one of the metrics runs user code."""
+        """Return whether one of the metrics runs user code."""
         parts = (part for metric in self._metrics.values() for part in metric.modules())
         return any(_runs_own(type(part)) for part in parts)
 
@@ -65,43 +65,43 @@ class MetricSet:
         return bool(self._makers or self._metrics)
 
     def rises(self, name: str) -> bool | None:
-        """Whether the metric of that name is better the larger it is; None if it does not say."""
+        """Return whether a higher value of a metric is better; None if unknown."""
         found = {each.lower(): metric for each, metric in self._metrics.items()}.get(name)
         return getattr(found, "higher_is_better", None)
 
-    def _find_asking(self) -> None:
+    def _find_guessing(self) -> None:
         if self._metrics and self.meaning.logits is not False:
             from stratagem.frontends.metric_kinds import asking
 
-            self._asking = asking(self._metrics.values())
+            self._guessing = asking(self._metrics.values())
 
     def update(self, output: Any, target: Any, *, part: bool = False) -> None:
-        """Count rows; `part`: other replicas have the rest of the batch."""
+        """Update with these rows; `part`: other replicas have the rest of the batch."""
         if self._makers:
             _check_tensors(next(iter(self._makers)), output, target)
             self._make(_classes_in(output, target, self.meaning), output.device)
-        if part and self._asking and self.meaning.logits is None:
-            raise _not_known(self._asking[0])
+        if part and self._guessing and self.meaning.logits is None:
+            raise _not_known(self._guessing[0])
         self.counted = True
         with torch.no_grad(), self._from_logits():
             for metric in self._metrics.values():
                 metric.update(_detached(output), target)
 
     def _from_logits(self) -> AbstractContextManager[None]:
-        if not self._asking or not self.meaning.logits:
+        if not self._guessing or not self.meaning.logits:
             return nullcontext()
         from stratagem.frontends.metric_kinds import from_logits
 
-        return from_logits(self._asking)
+        return from_logits(self._guessing)
 
     @property
     def functions(self) -> dict[str, Any]:
-        """The metrics that are plain functions, and can be tried on a few rows."""
+        """Return the metrics that are plain functions and can be checked on a few rows."""
         functions = {name: each for name, each in self._metrics.items() if _is_function(each)}
         return {name: each for name, each in functions.items() if name not in self._untried}
 
     def try_functions(self, output: Any, target: Any) -> dict[str, Tensor]:
-        """What each function would count for these rows, for `check_functions`."""
+        """Return what each function counts for these rows, for `check_functions`."""
         found = {}
         for name, metric in self.functions.items():
             from stratagem.frontends.metric_kinds import counted
@@ -116,7 +116,7 @@ class MetricSet:
     def check_functions(
         self, whole: dict[str, Tensor], parts: list[dict[str, Tensor]], rounding: float
     ) -> None:
-        """Raise if a function counts something else for rows than for parts of them."""
+        """Raise if a function's values for parts of the rows do not add up to its value for all."""
         for name in self.functions:
             from stratagem.frontends.metric_kinds import check_function
 
@@ -126,10 +126,10 @@ class MetricSet:
         for name, maker in self._makers.items():
             self._metrics[name] = maker(classes, self.meaning).to(device)
         self._makers = {}
-        self._find_asking()
+        self._find_guessing()
 
     def compute(self, replica: Replica) -> dict[str, float]:
-        """Values over all examples of all replicas. Collective."""
+        """Return the values over all examples of all replicas. Collective."""
         if replica.count > 1:
             return self.merged(gather_tree(replica.collective, self.progress()), replica.device)
         return _values(self._metrics)
@@ -139,7 +139,7 @@ class MetricSet:
         counted: Sequence[dict[str, Any]],
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> dict[str, float]:
-        """Values over the counts of several replicas (`progress`); own counts stay as they are."""
+        """Return the values for several replicas' `progress`, without changing the counts here."""
         if not counted:
             return dict.fromkeys(self.names, math.nan)
         chosen = [each for each in counted if each["any"]]
@@ -147,7 +147,7 @@ class MetricSet:
             self._make(max(int(each["classes"]) for each in chosen), device)
         parts = _counting(self._metrics)
         before = [(own_counts(part), part._to_sync) for part in parts]
-        # not on copies: a MinMaxMetric keeps what it computes
+        # not on copies, since a MinMaxMetric remembers the values that it computes
         try:
             for part, *each in zip(parts, *(each["counted"] for each in chosen), strict=True):
                 part._computed, part._to_sync = None, False
@@ -159,14 +159,16 @@ class MetricSet:
                 take_counts(part, [own])
 
     def progress(self, *, copied: bool = True) -> dict[str, Any]:
-        """What was counted here in the epoch under way, for `go_on` and `merged`."""
+        """Return this replica's counts in the current epoch, for `go_on` and `merged`."""
         counts = counts_of if copied else own_counts
         counted = [counts(part) for part in _counting(self._metrics)]
         return {"classes": _known_classes(self._metrics), "counted": counted, "any": self.counted}
 
     def go_on(self, saved: Sequence[dict[str, Any]], replica: Replica) -> None:
-        """Load saved counts: each replica its own if there are as many replicas as then, else the
-        first replica the counts of all."""
+        """Load saved counts.
+
+        Each replica loads its own, or the first one all counts if the number of replicas changed.
+        """
         alike = len(saved) == replica.count
         chosen = [saved[replica.index]] if alike else [each for each in saved if each["any"]]
         self.counted = bool(chosen) and (alike or replica.leads) and chosen[0]["any"]
@@ -184,7 +186,7 @@ class MetricSet:
             metric.reset()
 
     def to(self, device: torch.device) -> None:
-        """Move to a replica's device as a call begins; raises for metrics that cannot be joined."""
+        """Move the metrics to a replica's device; raise if they cannot be joined over replicas."""
         for metric in self._metrics.values():
             if current_replica().count > 1:
                 metric_parts(metric)
@@ -192,7 +194,7 @@ class MetricSet:
 
 
 def refuse_means_of(metrics: MetricSet) -> None:
-    """Refuse states that are averaged: they do not add up, update by update."""
+    """Raise if a metric's states are averaged over replicas, since these do not add up."""
     refuse_means(_counting(metrics._metrics))
 
 
@@ -206,22 +208,24 @@ def _known_classes(metrics: Mapping[str, torchmetrics.Metric]) -> int:
 
 
 def _classes_in(output: Any, target: Any, meaning: Meaning) -> int:
-    """The number of classes; 0 where outputs are compared with targets one by one."""
+    """Return the number of classes; 0 if outputs and targets are compared elementwise."""
     several = output.dim() > 1 if meaning.classes else output.dim() > target.dim()
     return int(output.shape[1]) if several else 0
 
 
 def _values(metrics: Mapping[str, torchmetrics.Metric]) -> dict[str, float]:
     with warnings.catch_warnings():
-        # Where no replica had a row, metrics compute before any update: that is no error.
+        # If no replica had a row, metrics compute before any update, which is no error here.
         warnings.filterwarnings("ignore", message=".*was called before the ``update``.*")
         values = [_flat(name, metric.compute()) for name, metric in metrics.items()]
     return {name: number for each in values for name, number in each.items()}
 
 
 def metric_parts(metric: nn.Module) -> list[torchmetrics.Metric]:
-    """The metric and the metrics inside it that count; raises if one of them has no states to
-    join, or wraps a metric in a way that does not add up over shares of the rows."""
+    """Return the metric and the metrics inside it that have states.
+
+    Raises if one of them has no states to join, or is a wrapper that is not exact over shares.
+    """
     from torchmetrics import Metric
     from torchmetrics.wrappers.abstract import WrapperMetric
 
@@ -236,7 +240,7 @@ def metric_parts(metric: nn.Module) -> list[torchmetrics.Metric]:
 
 
 def _check_states(metric: torchmetrics.Metric) -> None:
-    """Refuse counts in plain attributes, which are not joined over replicas."""
+    """Raise if a metric counts in plain attributes, which are not joined over replicas."""
     from torchmetrics import Metric
 
     made_of = any(isinstance(part, Metric) for part in metric.modules() if part is not metric)
@@ -251,7 +255,7 @@ def _check_states(metric: torchmetrics.Metric) -> None:
 
 
 def _check_wrapper(wrapper: torchmetrics.Metric) -> None:
-    """Refuse wrappers with states or random draws; others are as exact as what they wrap."""
+    """Raise for wrappers with states or random numbers; others are as exact as what they wrap."""
     from torchmetrics.wrappers import BootStrapper
 
     borrowed = [getattr(part, "_defaults", None) for part in wrapper.children()]
@@ -312,14 +316,17 @@ def _is_function(metric: nn.Module) -> bool:
 
 
 def _runs_own(kind: type[Any]) -> bool:
-    """Whether a class runs user code: neither torchmetrics' nor ours alone."""
+    """Return whether a metric class runs user code, not only torchmetrics' or ours."""
     ours = ("torchmetrics.", "torch.", "stratagem.")
     return not kind.__module__.startswith(ours) or kind.__name__ == "FunctionMetric"
 
 
-def _named(metrics: Any) -> list[tuple[str, Any]]:
-    """Metrics, or what makes one, by name. Importing torchmetrics takes seconds: only a model with
-    metrics waits for it, and followers import it meanwhile."""
+def _with_names(metrics: Any) -> list[tuple[str, Any]]:
+    """Return metrics, or their makers, by name.
+
+    Importing torchmetrics takes seconds, so only a model with metrics imports it, and followers
+    import it at the same time.
+    """
     if metrics is None:
         return []
     ZygoteProcess.prepare("torchmetrics")

@@ -18,10 +18,10 @@ from stratagem.frontends.sources import Portion
 
 
 class MicroBatches:
-    """The rows of a batch that a pipeline takes, in microbatches of nearly one size."""
+    """A pipeline's rows of a batch, in microbatches of nearly equal size."""
 
     def __init__(self, whole: Portion, own: Portion, most: int, recipe: Recipe) -> None:
-        """`own`: the rows of the batch that this pipeline takes; a row of a mesh may have none."""
+        """`own`: this pipeline's rows of the batch; a row of a mesh may have none."""
         self._whole, self._portion, self._recipe = whole, own, recipe
         self.count = max(min(most, own.total), int(own.total == whole.total))
         self._cuts = [share(own.total, self.count, m) for m in range(self.count)]
@@ -29,10 +29,10 @@ class MicroBatches:
         self._outputs: list[Any] = []
 
     def x(self, m: int) -> Any:
-        return self._piece(m)[0]
+        return self._microbatch(m)[0]
 
-    def _piece(self, m: int) -> list[Any]:
-        """Inputs, targets and sample weights of a microbatch; refused if their rows differ."""
+    def _microbatch(self, m: int) -> list[Any]:
+        """Return inputs, targets and sample weights of a microbatch."""
         whole = [self._portion.x, self._portion.y, self._portion.weight]
         if self.count == 1:
             return whole
@@ -41,16 +41,16 @@ class MicroBatches:
 
     @cached_property
     def _divisor(self) -> float:
-        """The denominator of the whole batch's loss on one device."""
+        """Return the denominator of the whole batch's loss on one device."""
         loss, whole = self._recipe.loss, self._whole
         if isinstance(loss, CountedLoss) and whole.weight is None:
             return loss.count(whole.y)
         return float(whole.total)
 
     def judge(self, m: int, output: Any) -> Tensor:
-        """A microbatch's part of the batch's loss."""
+        """Return a microbatch's part of the batch's loss."""
         recipe, (start, end) = self._recipe, self._cuts[m]
-        _, y, weight = self._piece(m)
+        _, y, weight = self._microbatch(m)
         output = output if end - start > 1 else with_row(output, y)
         numerator, denominator = recipe.loss.terms(output, y, weight, end - start)
         self._numerators.append(numerator.detach())
@@ -61,7 +61,7 @@ class MicroBatches:
         return numerator / (scale * recipe.accumulate)
 
     def loss(self) -> float:
-        """These rows' part of the batch's loss; NaN if no row counts, as on one device."""
+        """Return these rows' part of the batch's loss; NaN if no row counts, as on one device."""
         if not self._numerators:
             return 0.0
         total = float(torch.stack(self._numerators).double().sum())

@@ -1,4 +1,4 @@
-"""`sg.Model`: Keras' verbs over any nn.Module, at the speed of a hand-written loop."""
+"""`sg.Model`: Keras' methods for any nn.Module, at the speed of a hand-written loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from stratagem.strategies.strategy import Strategy, checks_rows, get_strategy
 from stratagem.training import dry_run
 from stratagem.training.termination import EXIT_CODE
 
-_CHIEF_WRITES = 10.0  # seconds that another task may find one of two files written
+_CHIEF_WRITES = 10.0  # seconds to wait until the chief has written both files
 
 Callbacks = Sequence[Callback] | Callback | None
 
@@ -47,7 +47,7 @@ log = logging.getLogger("stratagem")
 
 
 class Model:
-    """A module with a strategy: the one whose scope is open, else one device.
+    """A module and its strategy: the given one, that of the open scope, or one device.
 
     >>> with strategy.scope():
     ...     model = sg.Model(Net())
@@ -63,10 +63,10 @@ class Model:
         self.optimizer: Optimizer | None = None
         self.history: History | None = None
         self.stop_training = False
-        #: what `compile` was given; None before
+        #: the arguments of `compile`; None before it is called
         self.recipe: Recipe | None = None
         self._fits = 0
-        #: brings what is kept elsewhere up to date here, before it is saved in mid-training
+        #: fetches state that servers or other replicas hold, before a save in mid-training
         self.bring_home: Callable[[], int] | None = None
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Model:
         check: bool = True,
         from_logits: bool | None = None,
     ) -> None:
-        """Say how to train.
+        """Set the optimizer, the loss, the metrics and the training options.
 
         Args:
             optimizer: a name ("adam", "sgd", ...), a class, a function of the parameters, or an
@@ -95,15 +95,16 @@ class Model:
             loss: a name of torch.nn.functional ("cross_entropy"), a torch loss, or any function
                 of (output, target) that returns the mean over the rows, or a value for each.
             metrics: names ("accuracy"), torchmetrics metrics, functions, or a dict of them.
-            clip_norm, clip_value: clip the global gradient, after it was added up.
-            accumulate: batches whose mean gradient makes one update; fewer at the end of an epoch
-                are divided by it, too.
+            clip_norm, clip_value: clip the gradient of the global batch.
+            accumulate: number of batches whose gradients are averaged for one update; the divisor
+                is the same where fewer are left at the end of an epoch.
             precision: "bfloat16" or "float16" run the forward pass under autocast; "float16" with
                 a gradient scaler.
             jit_compile: run the module through torch.compile, on each replica.
-            check: before the first batch of a call, try on a few rows that shares of a batch add
-                up to what one device makes of it, unless that is known; False takes it on trust.
-            from_logits: whether outputs are logits, for metrics; known of torch's cross entropies.
+            check: before the first batch of a call, compute a few rows as one batch and as
+                shares, and raise if the results differ; False skips this check.
+            from_logits: whether outputs are logits, for metrics; inferred for torch's cross
+                entropies.
         """
         lower = asked.precision(precision)
         if accumulate < 1:
@@ -155,19 +156,19 @@ class Model:
             x, y: arrays or tensors; or x alone: a dataset, a DataLoader, or any iterable of
                 batches (x, y) or (x, y, sample_weight).
             validation_data: (x, y), (x, y, sample_weight), a dataset, a DataLoader or an iterable.
-            validation_split: instead of it, the last part of the arrays, 0.2 say, held out.
-            class_weight: what the examples of a class weigh, {class: 2.0}; others weigh 1.
-            steps_per_epoch: end an epoch after so many batches; a generator goes on from there in
-                the next epoch, everything else starts anew.
+            validation_split: instead of it, the fraction to hold out, from the end of the arrays.
+            class_weight: the weight of each class's examples, {class: 2.0}; 1 for other classes.
+            steps_per_epoch: the number of batches of an epoch; a generator continues in the next
+                epoch, all other data starts over.
             verbose: 1 for a progress bar, 2 for a line an epoch, 0 for silence; "auto" is 1.
-            initial_epoch: the first epoch is this one, counted from 0: to go on with a training.
-            validation_freq: validate after every so many epochs, or after those, counted from 1.
-            validation_steps: end a validation after so many batches.
-            validation_batch_size: of arrays and datasets; `batch_size` if it is not given.
+            initial_epoch: the number of the first epoch, counted from 0, to continue a training.
+            validation_freq: validate every n epochs, or after the listed epochs, counted from 1.
+            validation_steps: the number of batches of a validation.
+            validation_batch_size: for arrays and datasets; default: `batch_size`.
             checkpoint: a folder for checkpoints, one after each epoch; `sg.Checkpoints(folder,
-                seconds=60)` says how often, and how many are kept.
-            resume: go on from the newest checkpoint of that folder, with the next batch that was
-                not seen; begin where there is none.
+                seconds=60)` sets how often, and how many are kept.
+            resume: continue from the newest checkpoint of that folder, with the next unseen batch;
+                without a checkpoint, start from the beginning.
         """
         recipe, optimizer = self._compiled("fit"), asked.trainable(self.optimizer)
         check_verbose(verbose)
@@ -176,7 +177,9 @@ class Model:
         asked.whole(0, epochs=epochs, initial_epoch=initial_epoch)
         if self.strategy.audience is not None:
             sizes = (validation_batch_size, batch_size)
-            return self._attend(asked.listed(callbacks), validation_data, sizes, validation_steps)
+            return self._evaluate_checkpoints(
+                asked.listed(callbacks), validation_data, sizes, validation_steps
+            )
         validated = asked.epochs_to_validate(validation_freq)
         source, held_out = inputs.to_train_on(
             (x, y, sample_weight),
@@ -218,7 +221,7 @@ class Model:
         bars = [ProgressBar(epochs, steps, verbose)] if verbose else []
         known = None if job.validation is None else job.validated
         params = {"epochs": epochs, "steps": steps, "validated": known}
-        history = self._invite(job, [*callbacks, *bars], load, params)
+        history = self._set_up_callbacks(job, [*callbacks, *bars], load, params)
         check_fit(job, self.strategy)
         self._fits += 1
         go_back = ServerRecovery(self, job).go_back if job.goes_back else None
@@ -237,32 +240,32 @@ class Model:
             self.save(path)
         return history
 
-    def _invite(
+    def _set_up_callbacks(
         self,
         job: Fit,
         callbacks: Sequence[Callback],
         load: Callable[[], dict[str, Any] | None],
         params: dict[str, Any],
     ) -> History:
-        """The chief's callbacks, and what every replica must know of them."""
+        """Set up the chief's callbacks, and tell the job what they need; return the history."""
         self.stop_training, self.history = False, (history := History())
-        invite = partial(CallbackList, [history, *callbacks], self, params)
-        job.callbacks, leads = invite(), self.strategy.is_chief
+        make_callbacks = partial(CallbackList, [history, *callbacks], self, params)
+        job.callbacks, leads = make_callbacks(), self.strategy.is_chief
         job.heed_callbacks()
         if self.strategy.replica_group.leads is not None:
-            job.succession = Succession(invite, load, leads=leads)
+            job.succession = Succession(make_callbacks, load, leads=leads)
         if not leads:
             job.callbacks = CallbackList([history], self, params)
         return history
 
-    def _attend(
+    def _evaluate_checkpoints(
         self,
         callbacks: Sequence[Callback],
         validation: Any,
         sizes: tuple[int | None, int | None],
         steps: int | None,
     ) -> History:
-        """As the evaluator: evaluate every checkpoint."""
+        """As the evaluator task: evaluate every checkpoint."""
 
         def evaluate() -> dict[str, float]:
             source = inputs.to_validate_on(validation, *sizes)
@@ -288,13 +291,13 @@ class Model:
         verbose: Verbosity = "auto",
         return_dict: Literal[True] = True,
     ) -> dict[str, float]:
-        """Loss and metrics over every example, once.
+        """Return the loss and metrics over every example, counted once.
 
         Args:
-            steps: end after so many batches.
+            steps: the number of batches.
             callbacks: their `on_test_...` methods are called.
-            verbose: 1 for a progress bar, or a line where none can move; 2 for the line, 0 for
-                silence; "auto" for the bar alone.
+            verbose: 1 for a progress bar, or a line outside of terminals and notebooks; 2 for the
+                line, 0 for silence, "auto" for the bar alone.
         """
         asked.whole(1, steps=steps)
         if not return_dict:
@@ -319,15 +322,17 @@ class Model:
         callbacks: Callbacks = None,
         verbose: Verbosity = "auto",
     ) -> Any:
-        """Outputs for every example, in order, on the CPU; `steps` and `verbose` as in `evaluate`,
-        and of `callbacks` their `on_predict_...` methods."""
+        """Return the outputs for every example, in order, on the CPU.
+
+        Arguments are as in `evaluate`; the callbacks' `on_predict_...` methods are called.
+        """
         asked.whole(1, steps=steps)
         source, recipe = inputs.source_of(x, batch_size=batch_size), self.recipe_to_predict
         return self._watched(evaluation.predict, source, recipe, steps, callbacks, verbose)
 
     @property
     def recipe_to_predict(self) -> Recipe:
-        """What `compile` was given, if it was called."""
+        """The recipe of `compile`, or a default one if it was not called."""
         return self.recipe or Recipe(losses.resolve("mse"), MetricSet(None))
 
     def _watched(
@@ -339,7 +344,7 @@ class Model:
         callbacks: Callbacks,
         verbose: Verbosity,
     ) -> Any:
-        """`evaluate` or `predict`, with callbacks and something to watch on the chief."""
+        """Run `evaluate` or `predict`, with callbacks and a progress meter on the chief."""
         tests = function is evaluation.evaluate
         known, chief = asked.fewer(source.steps, steps), self.strategy.is_chief
         given = CallbackList(asked.listed(callbacks), self, {"steps": known})
@@ -352,9 +357,9 @@ class Model:
         return model_calls.watched(self.strategy, function, job)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write weights (safetensors) and, beside them, what is needed to go on.
+        """Write the weights (safetensors) and, in a second file, the state to continue training.
 
-        Only the chief writes. The files load with no stratagem installed.
+        Only the chief writes. The files load without stratagem.
         """
         if not self.strategy.is_chief:
             return files.paths(path)[0]
@@ -364,10 +369,10 @@ class Model:
         return files.save(path, self.module, self.optimizer, progress)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what `save` wrote: weights, and the optimizer's state once compiled.
+        """Load the weights and, once compiled, the optimizer's state from the files of `save`.
 
-        Other workers than the chief may not have the file: what the chief has read they get
-        when training, evaluation or prediction begins.
+        Only the chief needs the files; it broadcasts the values when training, evaluation or
+        prediction begins.
         """
         if not self.strategy.is_chief and not files.paths(path)[0].is_file():
             log.info("%s is not here; what the chief reads there comes from it later", path)
@@ -377,11 +382,11 @@ class Model:
 
     @property
     def loss(self) -> Any:
-        """What `compile` made of the loss; None before."""
+        """The loss as `compile` resolved it; None before."""
         return self.recipe and self.recipe.loss
 
     def rises(self, name: str) -> bool | None:
-        """Whether a metric is better the larger it is, if it knows."""
+        """Return whether a higher value of a metric is better; None if unknown."""
         return self._compiled("fit").metrics.rises(name)
 
     def _compiled(self, verb: str) -> Recipe:

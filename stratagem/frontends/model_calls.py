@@ -1,6 +1,6 @@
-"""How a verb of `sg.Model` runs: on every replica together, or on this one alone in a callback.
+"""Runs a method of `sg.Model` on every replica, or on this one alone inside a callback.
 
-And of `fit`: what is refused before it begins, and how it goes back where a server is lost.
+Also the checks before `fit`, and its return to the last checkpoint after a server is lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stratagem.training.elastic import Again
 from stratagem.training.setup import refuse_frequencies, refuse_renormed
 from stratagem.training.sync_batchnorm import check_statistics
 
-#: `busy` is set while a model is at work in this thread: only callbacks can ask meanwhile
+#: `busy` is set while this thread runs a model, so that further calls come from callbacks
 _training = threading.local()
 
 
@@ -40,13 +40,13 @@ def everywhere(
     job: Any,
     go_back: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run a function of a job on all replicas; `go_back` is what to do when a server was lost."""
+    """Run a function of a job on all replicas; `go_back` is called after a server is lost."""
     replica_group = strategy.replica_group
     verb, look = function.__name__, None
     elastic = strategy.settings.elastic
     several = replica_group.size > len(replica_group.devices)
     if not strategy.served and (several or (elastic and replica_group.place is not None)):
-        look = job.look(verb)  # other workers run the script by themselves
+        look = job.look(verb)  # each worker runs its own copy of the script
     if look is not None and not elastic:
         told = replica_group.call(fingerprint.tell, (verb, look), (verb, None))[0]
         fingerprint.compare(verb, told)
@@ -67,7 +67,7 @@ def everywhere(
 
 
 def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job: Any) -> Any:
-    """Run it; tasks compare what they were given each time that they come together."""
+    """Compare the arguments of all tasks whenever an elastic call (re)starts, then run it."""
     if look is not None:
         told = fingerprint.tell(function.__name__, look or None)
         if look:
@@ -76,7 +76,7 @@ def _compared(function: Callable[[Any], Any], look: fingerprint.Look | None, job
 
 
 def watched(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation) -> Any:
-    """`evaluate` or `predict`, with its callbacks and something to watch."""
+    """Run `evaluate` or `predict` with callbacks and a progress meter."""
     tests, given, meter = function is evaluate, job.callbacks, job.meter
     try:
         with busy():
@@ -94,21 +94,23 @@ def watched(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation)
 
 
 def evaluated(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation) -> Any:
-    """`evaluate` or `predict`: by all replicas, or by this one if a callback asks."""
+    """Run `evaluate` or `predict` on all replicas, or on this one alone inside a callback."""
     refuse_once(strategy, job.source)
     if strategy.settings.sync_batchnorm and strategy.num_replicas_in_sync > 1:
         check_statistics(job.module)
     if getattr(_training, "busy", False):
-        return _meanwhile(strategy, function, job)
+        return _inside_callback(strategy, function, job)
     with busy():
         if strategy.served:
             return here(strategy, function, job)
         return everywhere(strategy, function, job)
 
 
-def _meanwhile(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation) -> Any:
-    """In a callback, while the others wait: on this replica alone, and training goes on as if
-    nothing had been."""
+def _inside_callback(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation) -> Any:
+    """Run on this replica alone, inside a callback, while the other replicas wait.
+
+    Training modes, metrics and rng state are restored, so that training is unaffected.
+    """
     modes = [(part, part.training) for part in job.module.modules()]
     dice = torch.get_rng_state()
     recipe = replace(job.recipe, metrics=copy.deepcopy(job.recipe.metrics))
@@ -122,7 +124,7 @@ def _meanwhile(strategy: Strategy, function: Callable[[Any], Any], job: Evaluati
 
 @contextmanager
 def busy() -> Iterator[None]:
-    """While callbacks may run here: what they call, they call alone."""
+    """Mark this thread as running a model: callbacks then call the model on this replica alone."""
     around, _training.busy = getattr(_training, "busy", False), True
     try:
         yield
@@ -130,7 +132,7 @@ def busy() -> Iterator[None]:
         _training.busy = around
 
 
-# --- `fit`, as every process of a strategy runs it ------------------------------------------------
+# --- `fit`, on every process of a strategy --------------------------------------------------------
 
 
 def fit(job: Fit) -> None:
@@ -138,11 +140,11 @@ def fit(job: Fit) -> None:
     (replica_fit if job.settings.served is None else server_fit).fit(job)
 
 
-# --- what is refused before a fit begins ----------------------------------------------------------
+# --- checks before a fit --------------------------------------------------------------------------
 
 
 def check_fit(job: Fit, strategy: Strategy) -> None:
-    """Refuse what the strategy's replicas, or its servers, cannot do as one device does."""
+    """Raise if the strategy cannot give the result of one device for this job."""
     hooks.refuse_on_parameters(strategy, job.module)
     hooks.refuse_on_optimizer(strategy, job.optimizer)
     size = strategy.replica_group.size
@@ -163,7 +165,7 @@ def check_fit(job: Fit, strategy: Strategy) -> None:
 
 
 def _refuse_with_servers(job: Fit) -> None:
-    """Refuse what servers cannot do, before anybody is asked to."""
+    """Raise for options that parameter servers do not support."""
     if job.recipe.accumulate > 1:
         raise NotDistributable(
             "accumulate cannot go with parameter servers, which decide themselves how many "
@@ -177,7 +179,7 @@ def _refuse_with_servers(job: Fit) -> None:
 
 
 def refuse_once(strategy: Strategy, *sources: Source | None) -> None:
-    """Elastic replicas need batches again; a generator gives each of them once."""
+    """Refuse generators with elastic replicas, which may need a batch a second time."""
     if strategy.settings.elastic and any(each and each.once for each in sources):
         raise UsageError(
             "the data is a generator, which cannot give a batch again when a replica dies; "
@@ -186,26 +188,26 @@ def refuse_once(strategy: Strategy, *sources: Source | None) -> None:
 
 
 def meets_servers_again(strategy: Strategy) -> bool:
-    """Whether workers can go on with servers of which one has died, and is started again."""
+    """Return whether workers can reconnect to a server that died and was restarted."""
     group = strategy.replica_group
     return strategy.served and (group.place is None or len(group.devices) == 1)
 
 
-# --- where a server is lost, `fit` goes back to its last checkpoint -------------------------------
+# --- recovery from a lost server ------------------------------------------------------------------
 
 
 log = logging.getLogger("stratagem")
 
-#: how often a training goes back to the same checkpoint
+#: how often training goes back to the same checkpoint before it gives up
 IN_VAIN = 10
 
 
 class ServerRecovery:
-    """Puts one job to its last checkpoint, as `resume=True` does in another process."""
+    """Resets a job to its last checkpoint, as `resume=True` does in a new process."""
 
     def __init__(self, model: Any, job: Fit) -> None:
         self._model, self._job = model, job
-        #: what lay in the folder before, if it is of another training
+        #: the newest checkpoint of an earlier training in the folder, which is not used
         self._before = None if job.resumed is not None else self._newest()
         self._last: Path | None = None
         self._in_vain = 0
@@ -215,7 +217,7 @@ class ServerRecovery:
         return None if plan is None else CheckpointFolder(plan.path, plan.keep).newest()
 
     def go_back(self, lost: BaseException) -> None:
-        """Put all that a training begins with to what was saved; raises where there is nothing."""
+        """Reload the training's state from its newest checkpoint; re-raise `lost` without one."""
         job, model = self._job, self._model
         who = lost.who if isinstance(lost, ReplicaLost) else "a ps"
         if not model.strategy.is_chief:

@@ -1,8 +1,7 @@
-"""A torch module as ONNX in 8 bits, activations too: exported, calibrated, quantised, run.
+"""Exports a torch module to ONNX, and quantises weights and activations to 8 bits.
 
-Calibration goes in batches of a fixed size, each whole on one replica, on one thread. The least
-and the greatest value of every tensor are then the same however many replicas there are, and so is
-every byte of the file.
+Calibration runs in batches of a fixed size, each on one replica and one thread. So the minimum and
+maximum of every tensor, and every byte of the file, do not depend on the number of replicas.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from stratagem.errors import UsageError
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.replica import current_replica
 
-_BATCH = 32  # examples of a calibration batch; another number could move the last bit
-_CLOSE = 1e-3  # how far the exported model's answers may be from the module's, relatively
+_BATCH = 32  # examples per calibration batch; another size could change the last bit
+_CLOSE = 1e-3  # relative tolerance between outputs of the exported model and the module
 _INPUT, _OUTPUT = "x", "y"
-_LEAST, _GREATEST = "ReduceMin", "ReduceMax"  # onnxruntime names the ends NAME_ReduceMin
-#: which kinds of nodes get 8 bits; named, since the default is a set without an order
+_MIN, _MAX = "ReduceMin", "ReduceMax"  # suffixes of onnxruntime's names: NAME_ReduceMin
+#: node types that are quantised; listed, since the default is a set in no fixed order
 _WEIGHTED = ("Conv", "Gemm", "MatMul")
 _AROUND = ("Add", "AveragePool", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape")
 
 
 class OnnxModel:
-    """A model of ONNX, on one thread of this machine."""
+    """An ONNX model, run on one thread of the CPU."""
 
     def __init__(self, content: bytes) -> None:
         runtime = needed("onnxruntime")
@@ -55,7 +54,7 @@ class OnnxModel:
 
 
 def needed(name: str) -> Any:
-    """A package of the extra `quantize`."""
+    """Import a package of the extra `quantize`."""
     try:
         return importlib.import_module(name)
     except ImportError as problem:
@@ -66,11 +65,12 @@ def needed(name: str) -> Any:
 
 
 def exported(module: nn.Module, sample: NDArray[Any]) -> bytes:
-    """The module in floats, layers joined as onnxruntime does it; nothing about its source."""
+    """Return the module as float ONNX, with onnxruntime's fused layers and no source paths."""
     needed("onnxscript")
     onnx = needed("onnx")
     plain = copy.deepcopy(module).cpu().eval()
-    two = torch.from_numpy(np.resize(sample, (2, *sample.shape[1:])))  # one row would be a constant
+    # two rows, since a batch of one would be exported as a constant
+    two = torch.from_numpy(np.resize(sample, (2, *sample.shape[1:])))
     batch = {0: torch.export.Dim.DYNAMIC}
     with quietly():
         try:
@@ -82,7 +82,7 @@ def exported(module: nn.Module, sample: NDArray[Any]) -> bytes:
                 input_names=[_INPUT],
                 output_names=[_OUTPUT],
             )
-        except Exception as problem:  # the exporter raises whatever the module made it meet
+        except Exception as problem:  # the exporter raises any kind of error
             said = str(problem).strip().splitlines() or [type(problem).__name__]
             raise UsageError(
                 f"torch cannot export this {type(module).__name__} to ONNX: {said[0]}; "
@@ -99,7 +99,7 @@ def exported(module: nn.Module, sample: NDArray[Any]) -> bytes:
 
 
 def _forget_source(model: Any) -> None:
-    """Drop stack traces, which name files of the machine that exported it."""
+    """Remove stack traces, which have file names of this machine."""
     for each in (model, model.graph, *model.graph.node, *model.graph.value_info):
         del each.metadata_props[:]
     for each in (*model.graph.input, *model.graph.output, *model.graph.initializer):
@@ -116,7 +116,7 @@ def _prepared(onnx: Any, model: Any) -> bytes:
 
 
 def check_export(float_model: OnnxModel, module: nn.Module, x: NDArray[Any]) -> None:
-    """Refuse an exported model that answers otherwise than the module."""
+    """Raise if the exported model's outputs differ from the module's."""
     rows = x[:_BATCH]
     want = torch_predict(module, rows)
     got = float_model(rows)
@@ -128,7 +128,7 @@ def check_export(float_model: OnnxModel, module: nn.Module, x: NDArray[Any]) -> 
 
 
 def torch_predict(module: nn.Module, x: NDArray[Any]) -> NDArray[Any]:
-    """What the module answers, on one thread of the CPU."""
+    """Return the module's outputs, computed on one thread of the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -145,7 +145,7 @@ def torch_predict(module: nn.Module, x: NDArray[Any]) -> NDArray[Any]:
 
 
 def quantised(float_model: bytes, x: NDArray[Any], strategy: Strategy) -> bytes:
-    """The same in 8 bits: weights by channel, activations by what `x` makes them."""
+    """Quantise the model to 8 bits: weights per channel, activations by their ranges on `x`."""
     onnx = needed("onnx")
     graph = onnx.load_from_string(float_model).graph
     constant = {each.name for each in graph.initializer}
@@ -185,14 +185,14 @@ def _check_ranges(names: list[str], ranges: NDArray[Any]) -> None:
 
 
 def _ranges(float_model: bytes, x: NDArray[Any]) -> tuple[list[str], NDArray[Any]]:
-    """On one replica: the least and greatest value of each tensor, over all replicas' batches."""
+    """Return minimum and maximum of each tensor over all replicas' batches. Collective."""
     replica = current_replica()
     session = _watched(float_model)
     added = {each.name for each in session.get_outputs()}
-    names = sorted(name.rpartition("_")[0] for name in added if name.endswith(f"_{_LEAST}"))
-    asked = [f"{name}_{end}" for end in (_LEAST, _GREATEST) for name in names]
+    names = sorted(name.rpartition("_")[0] for name in added if name.endswith(f"_{_MIN}"))
+    asked = [f"{name}_{end}" for end in (_MIN, _MAX) for name in names]
     least = np.full(len(names), np.inf, dtype=np.float32)
-    greatest = -least  # nobody's, if a replica has no batch
+    greatest = -least  # neutral in the all-reduce, if a replica has no batch
     for start in range(0, len(x), _BATCH)[replica.index :: replica.count]:
         found = np.concatenate(session.run(asked, {_INPUT: x[start : start + _BATCH]}))
         least = np.minimum(least, found[: len(names)])
@@ -205,7 +205,7 @@ def _ranges(float_model: bytes, x: NDArray[Any]) -> tuple[list[str], NDArray[Any
 
 
 def _watched(float_model: bytes) -> Any:
-    """A session of the model that also answers with the ends of every tensor."""
+    """Return a session of the model that also outputs minimum and maximum of every tensor."""
     runtime, quantization = needed("onnxruntime"), needed("onnxruntime.quantization")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -224,7 +224,7 @@ def _watched(float_model: bytes) -> Any:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without what the exporter and the quantiser print and log of themselves."""
+    """Suppress what the exporter and the quantiser print and log."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

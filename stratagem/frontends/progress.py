@@ -1,4 +1,4 @@
-"""How far one pass over the data has come: a bar where one can move, else a line at its end."""
+"""Progress of a pass over the data: a bar in terminals and notebooks, else a line at the end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check_verbose(verbose: Verbosity) -> None:
 
 
 class ProgressMeter:
-    """One pass: `advance` after each batch, `finish` at its end, `close` whatever happened.
+    """Progress of one pass: `advance` after each batch, `finish` at its end, `close` in any case.
 
     Args:
-        name: what stands before the bar.
-        title: what begins the line that is printed where no bar moves; None prints no line.
-        moves: whether a bar is wanted, where one can move and no other moves already (a callback
-            of `fit` that calls `evaluate`).
+        name: the text before the bar.
+        title: the beginning of the line that is printed if there is no bar; None prints no line.
+        moves: whether to draw a bar, if the output can and no other bar is shown (a callback of
+            `fit` that calls `evaluate`).
     """
 
     _moving: ClassVar[ProgressMeter | None] = None
@@ -48,7 +48,7 @@ class ProgressMeter:
         ProgressMeter._moving = self if self._bar is not None else None
 
     def advance(self, done: int, examples: int, figures: Callable[[], str] = str) -> None:
-        """So many batches and examples are done; `figures` is asked only when it is drawn."""
+        """Set the batches and examples done; `figures` is called only to draw the bar."""
         self._examples = examples
         if self._bar is None:
             return
@@ -56,16 +56,16 @@ class ProgressMeter:
         if full or now - self._drawn >= _REFRESH:
             self._drawn = now
             speed = f"{examples / (now - self._started):,.0f} examples/s"
-            # at the end at once: a callback may print then, and the bar is drawn below it
+            # drawn at once at the end, since a callback may then print
             self._bar.show(completed=done, figures=figures(), speed=speed, refresh=full)
 
     def finish(self, results: Mapping[str, float], speed: float | None = None) -> None:
-        """The pass is over, with these results."""
+        """End the pass, and show its results."""
         seconds = time.perf_counter() - self._started
         if speed is None:
             speed = self._examples / max(seconds, 1e-9)
         rate = f"{speed:,.0f} examples/s"
-        figures = [f"{name} {_figure(value)}" for name, value in results.items()]
+        figures = [f"{name} {_formatted(value)}" for name, value in results.items()]
         if self._bar is not None:
             self._bar.show(completed=self._steps, total=self._steps)
             self._bar.conclude(figures, rate)
@@ -76,20 +76,20 @@ class ProgressMeter:
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal as it was, after an error too."""
+        """Restore the terminal, also after an error."""
         if self._bar is not None:
             ProgressMeter._moving = None
             self._bar.stop()
             self._bar = None
 
 
-def _figure(value: float) -> str:
-    """What was counted is a whole number, what was measured is not."""
+def _formatted(value: float) -> str:
+    """Format a count as an integer, and a measured value with four digits."""
     return f"{value:,d}" if isinstance(value, int) else f"{value:.4f}"
 
 
 class _Bar:
-    """What both kinds have."""
+    """Base class of the terminal and the notebook bar."""
 
     _rich: Any
     _task: Any
@@ -98,8 +98,7 @@ class _Bar:
         raise NotImplementedError
 
     def conclude(self, figures: list[str], speed: str) -> None:
-        """The results, all of them: where they do not fit the speed is left out, then they take
-        several lines."""
+        """Show all results; if they do not fit, without the speed, and on several lines."""
         room = self._room()
         whole = "  ".join(figures)
         if len(whole) + len(speed) <= room:
@@ -112,7 +111,7 @@ class _Bar:
         self.show(figures="\n".join(lines), speed="")
 
     def _room(self) -> int:
-        """Columns that the bar leaves for figures and speed."""
+        """Return the number of columns that the bar leaves for figures and speed."""
         from rich.measure import Measurement
 
         console = self._rich.console
@@ -123,7 +122,7 @@ class _Bar:
 
 
 class _TerminalBar(_Bar):
-    """A line of the terminal that rich draws again and again."""
+    """A line of the terminal that rich redraws."""
 
     def __init__(self, console: Any, name: str, steps: int | None) -> None:
         self._rich, self._task = _columns(console, name, steps)
@@ -138,7 +137,7 @@ class _TerminalBar(_Bar):
 
 
 class _NotebookBar(_Bar):
-    """An output of the cell that is replaced; rich's own way there needs ipywidgets."""
+    """A cell output that is replaced; rich's own notebook display needs ipywidgets."""
 
     def __init__(self, console: Any, name: str, steps: int | None) -> None:
         from IPython.display import display
@@ -154,7 +153,7 @@ class _NotebookBar(_Bar):
         self._handle.update(self._picture())
 
     def stop(self) -> None:
-        """It stays as it is."""
+        """Do nothing: the last output stays."""
 
 
 def _columns(console: Any, name: str, steps: int | None) -> tuple[Any, Any]:
@@ -182,7 +181,7 @@ def _columns(console: Any, name: str, steps: int | None) -> tuple[Any, Any]:
 def meter_for(
     verb: str, steps: int | None, verbose: Verbosity, *, shown: bool
 ) -> ProgressMeter | None:
-    """Something to watch while a verb runs, where it is shown."""
+    """Return a progress meter for `evaluate` or `predict`; None if nothing is shown."""
     check_verbose(verbose)
     if not verbose or not shown:
         return None
@@ -191,7 +190,7 @@ def meter_for(
 
 
 class ProgressBar(Progress):
-    """A bar that moves at a terminal or notebook; a line an epoch elsewhere."""
+    """The progress bar of `fit`, or a line per epoch outside of terminals and notebooks."""
 
     def __init__(self, epochs: int, steps: int | None, verbose: Verbosity) -> None:
         self._epochs, self._steps, self._moves = epochs, steps, verbose != 2
@@ -215,6 +214,6 @@ class ProgressBar(Progress):
             self._meter.finish(results, speed)
 
     def close(self) -> None:
-        """Leave the terminal as it was, after an error too."""
+        """Restore the terminal, also after an error."""
         if self._meter is not None:
             self._meter.close()

@@ -1,4 +1,4 @@
-"""`sg.quantize`: a trained classifier in 8 bits, beside itself in floats."""
+"""`sg.quantize`: quantises a trained classifier to 8 bits, and compares it with the float model."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ ONNX, WEIGHTS = "int8", "int8-weights"
 
 @dataclass(frozen=True)
 class Quantized:
-    """What `sg.quantize` made: the small model, its file, and the table; `str` is the table.
+    """The result of `sg.quantize`: the small model, its file and the report; `str` is a table.
 
-    `model` is an nn.Module, a model of Keras, or for ONNX a function of an array.
+    `model` is an nn.Module, a Keras model, or for ONNX a function of an array.
     """
 
     model: Any
     report: QuantizeReport
     content: bytes
-    suffix: str  # of its file
+    suffix: str  # of the file's name
 
     def __str__(self) -> str:
         return str(self.report)
 
     def save(self, file: str | os.PathLike[str]) -> Path:
-        """Write it; the name gets its ending if it has none."""
+        """Write the file; a name without a suffix gets the right one."""
         path = named(file, self.suffix)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
@@ -72,17 +72,17 @@ def quantize(
     out: str | os.PathLike[str] | None = None,
     verbose: int = 1,
 ) -> Quantized:
-    """Make a trained classifier smaller by 8-bit numbers, and compare it with itself in floats.
+    """Quantise a trained classifier to 8 bits, and compare it with the float model.
 
     >>> sg.quantize(model, x_train[:512], test=(x_test, y_test), max_drop=0.01, out="small.onnx")
 
     Args:
-        model: an sg.Model or nn.Module; or a model of Keras, which Keras quantises itself.
-        calibration: inputs such as the model will see, an array or a pair (x, y).
+        model: an sg.Model or nn.Module, or a Keras model, which Keras quantises itself.
+        calibration: an array of typical inputs, or a pair (x, y).
         to: "int8" is ONNX for serving, weights and activations in 8 bits; "int8-weights" stays
             in torch, with the weights of Linear layers in 8 bits (torchao).
-        test: examples and class numbers to compare on; without it, the calibration set.
-        max_drop: how much accuracy may be lost; if it is more, nothing is written.
+        test: inputs and class numbers to compare on; default: the calibration set.
+        max_drop: the accuracy that may be lost; raises beyond that, and writes nothing.
         out: the file to write.
         verbose: 0 prints no table.
     """
@@ -106,7 +106,7 @@ def quantize(
 
 
 def named(file: str | os.PathLike[str], suffix: str) -> Path:
-    """The file, with that ending; another one is a mistake."""
+    """Return the path with the suffix added; raise if it has another suffix."""
     path = Path(file)
     if path.suffix == "":
         return path.with_name(path.name + suffix)
@@ -141,7 +141,8 @@ def _made(
     module = copy.deepcopy(model.module).cpu().eval()
     if to == WEIGHTS:
         return _weights(module, at, labels), model.strategy
-    served = model.strategy.settings.served is not None  # its workers run nothing but steps
+    # workers of servers run training steps only
+    served = model.strategy.settings.served is not None
     runs = single_device() if served else model.strategy
     return _onnx(module, x, runs, at, labels), model.strategy
 
@@ -213,7 +214,7 @@ def _saved(model: Any) -> bytes:
 
 
 def _examples(given: Any) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Inputs, and labels if there are any."""
+    """Return inputs, and labels or None."""
     x, y = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     for each in (x, y):
         if isinstance(each, Mapping | list | tuple) or not (each is None or hasattr(each, "shape")):
@@ -232,7 +233,7 @@ def _array(given: Any) -> NDArray[Any]:
 
 
 def _check_test(at: NDArray[Any], labels: NDArray[Any] | None, max_drop: float | None) -> None:
-    """Refuse examples to compare on, or a limit, by which nothing could be found too bad."""
+    """Raise if the test set is empty, or `max_drop` cannot be applied."""
     if not at.size:
         raise UsageError("the test set is empty; give some examples, or leave test out.")
     if max_drop is not None and labels is None:
@@ -244,7 +245,7 @@ def _check_test(at: NDArray[Any], labels: NDArray[Any] | None, max_drop: float |
 
 
 def _check_calibration(x: NDArray[Any]) -> None:
-    """Refuse examples that say nothing about what the model will see."""
+    """Raise if the calibration set is empty, not finite or constant."""
     if x.ndim < 2 or not len(x):
         raise UsageError(
             f"the calibration set has the shape {x.shape}; it is to have a row for each example."
@@ -259,14 +260,14 @@ def _check_calibration(x: NDArray[Any]) -> None:
         )
 
 
-# --- models of Keras, by Keras itself; the model stays as it is -----------------------------------
+# --- Keras models, quantised by Keras as a copy ---------------------------------------------------
 
 
 def int8_copy(model: Any) -> Any:
-    """A copy with the layers in 8 bits that Keras can quantise."""
+    """Return a copy in which Keras has quantised all layers that it can."""
     made = plain_copy(model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one for each layer that stays in floats
+        warnings.simplefilter("ignore")  # Keras warns for each layer that it cannot quantise
         made.quantize("int8")
     if not any(getattr(layer, "quantization_mode", None) for layer in made._flatten_layers()):
         raise UsageError(
@@ -277,7 +278,7 @@ def int8_copy(model: Any) -> Any:
 
 
 def plain_copy(model: Any) -> Any:
-    """The same layers and weights, not compiled: without the optimizer's state."""
+    """Return a copy of layers and weights, without the optimizer."""
     if not model.built:
         raise UsageError("the model has no weights yet; build it, or fit it, before quantize.")
     try:
@@ -294,7 +295,7 @@ def plain_copy(model: Any) -> Any:
 
 
 def answers(model: Any, x: NDArray[Any]) -> NDArray[Any]:
-    """What it answers, on one thread of this process."""
+    """Return the model's outputs, computed on one thread of this process."""
     import keras
 
     threads = torch.get_num_threads()

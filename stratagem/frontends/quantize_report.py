@@ -1,4 +1,4 @@
-"""A model in 8 bits beside itself in floats: how often it is right, its bytes, its time."""
+"""Compares a quantised model with its float forms: accuracy, bytes and time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from stratagem.errors import UsageError
 
-_BATCH = 256  # examples of a batch whose time is taken
+_BATCH = 256  # examples of the timed batch
 _ROUNDS = 15
-_SECONDS = 3.0  # enough rounds, however few
+_SECONDS = 3.0  # stop timing after this, with fewer rounds
 
 Predict = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a model: what it answers, and how many bytes its file has."""
+    """One form of a model: its predict function, and the bytes of its file."""
 
     predict: Predict
     bytes: int
@@ -30,7 +30,7 @@ class Form:
 
 @dataclass(frozen=True)
 class FormScores:
-    """What was measured of one form; `accuracy` is None without labels."""
+    """The measurements of one form; `accuracy` is None without labels."""
 
     name: str
     accuracy: float | None
@@ -41,10 +41,10 @@ class FormScores:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The forms of a model, the one in floats first and the one in 8 bits last; `str` is a table.
+    """The measured forms of a model, from float to 8 bits; `str` is a table.
 
-    `compared` is the form in floats that runs as the small one does; `batch` is how many examples
-    the milliseconds are for, on one thread.
+    `compared` is the index of the float form in the same runtime as the quantised one; `batch` is
+    the number of examples that the milliseconds are for, on one thread.
     """
 
     rows: tuple[FormScores, ...]
@@ -53,23 +53,23 @@ class QuantizeReport:
 
     @property
     def drop(self) -> float | None:
-        """How much less often it is right than in floats; None without labels."""
+        """The accuracy lost by quantisation; None without labels."""
         first, last = self.rows[0].accuracy, self.rows[-1].accuracy
         return None if first is None or last is None else first - last
 
     @property
     def agreement(self) -> float:
-        """How often it answers with the class that it answers with in floats."""
+        """The fraction of examples with the same predicted class as in floats."""
         return self.rows[-1].agreement
 
     @property
     def smaller(self) -> float:
-        """Its bytes, as a part of those in floats."""
+        """The size of the quantised file, as a fraction of the float file's."""
         return self.rows[-1].bytes / self.rows[self.compared].bytes
 
     @property
     def faster(self) -> float:
-        """How many times as fast as in floats."""
+        """The speed-up over the float form."""
         return self.rows[self.compared].milliseconds / self.rows[-1].milliseconds
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class QuantizeReport:
         return "\n".join(lines)
 
     def refuse_worse(self, most: float) -> None:
-        """Raise if more answers are wrong than that."""
+        """Raise if the accuracy dropped by more than `most`."""
         if self.drop is not None and self.drop > most + 1e-12:
             raise UsageError(
                 f"in 8 bits {self.rows[-1].accuracy:.4f} of the answers are right, and "
@@ -104,7 +104,7 @@ def _line(row: FormScores, width: int) -> str:
 def compare_forms(
     forms: Mapping[str, Form], x: NDArray[Any], y: NDArray[Any] | None, compared: int = 0
 ) -> QuantizeReport:
-    """Measure every form on the same examples; the others are to agree with the first."""
+    """Measure every form on the same examples; agreement is with the first form."""
     batches = [x[i : i + _BATCH] for i in range(0, len(x), _BATCH)]
     answers = {name: _classes(form.predict, batches) for name, form in forms.items()}
     spent = _times([form.predict for form in forms.values()], batches[0])
@@ -146,7 +146,7 @@ def _target(y: NDArray[Any], rows: int) -> NDArray[Any]:
 
 
 def _times(forms: Sequence[Predict], batch: NDArray[Any]) -> list[float]:
-    """Milliseconds of a batch, the median of rounds in which the forms take turns."""
+    """Return the median milliseconds of a batch, from rounds in which the forms take turns."""
     spent: list[list[float]] = [[] for _ in forms]
     end = time.perf_counter() + _SECONDS
     while len(spent[0]) < 3 or (len(spent[0]) < _ROUNDS and time.perf_counter() < end):

@@ -1,4 +1,4 @@
-"""How a model is trained: what `compile` was told."""
+"""The arguments of `compile` as a recipe: loss, metrics, optimizer and training options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stratagem.training.fingerprint import Look
 
 @dataclass
 class Recipe:
-    """The parts of it."""
+    """How a model is trained, except for its optimizer."""
 
     loss: Loss
     metrics: MetricSet
@@ -32,15 +32,15 @@ class Recipe:
     accumulate: int = 1
     autocast: torch.dtype | None = None
     jit_compile: bool = False
-    #: whether it is tried that rows do not depend on each other
+    #: whether to check that rows do not depend on each other (row_check.py)
     check: bool = True
-    #: loss and metrics, as `compile` was told them
+    #: loss and metrics by name, for `repr`
     words: str = ""
-    #: what has been tried of that
+    #: the row checks that this model has passed
     passed: PassedTrials = field(default_factory=PassedTrials, repr=False, compare=False)
 
     def look(self) -> Look:
-        """What must be the same on every worker."""
+        """Return the settings that must be equal on every worker."""
         plain = {
             "clip_norm": self.clip_norm,
             "clip_value": self.clip_value,
@@ -50,10 +50,10 @@ class Recipe:
         }
         options = {name: str(value) for name, value in plain.items()}
         names = ", ".join(sorted(self.metrics.names))
-        return {"loss": _look_of_loss(self.loss), "list of metrics": names or "none", **options}
+        return {"loss": _describe_loss(self.loss), "list of metrics": names or "none", **options}
 
 
-def _look_of_loss(loss: Any) -> str:
+def _describe_loss(loss: Any) -> str:
     kind = f"{type(loss).__name__} {_function_name(loss.function)}"
     if not isinstance(loss, CountedLoss):
         return kind
@@ -63,7 +63,7 @@ def _look_of_loss(loss: Any) -> str:
 
 
 def _function_name(function: Any) -> str:
-    """What it is called; of a lambda also what it calls."""
+    """Return a function's name; for a lambda, also the names that it uses."""
     if isinstance(function, partial):
         return f"partial of {_function_name(function.func)}"
     if isinstance(function, nn.Module) or not hasattr(function, "__qualname__"):
@@ -75,7 +75,7 @@ def _function_name(function: Any) -> str:
 
 
 def in_words(loss: Any, metrics: Any) -> str:
-    """Name a loss and metrics, whatever they were given as."""
+    """Return the names of a loss and of metrics, given in any form."""
     several = isinstance(metrics, Iterable) and not isinstance(metrics, str)
     return ", ".join(map(_name, [loss, *(metrics if several else [metrics] if metrics else [])]))
 
@@ -89,7 +89,7 @@ def _name(given: Any) -> str:
 def describe(
     module: nn.Module, optimizer: object, recipe: Recipe | None, strategy: Strategy
 ) -> str:
-    """A model in a line: what is trained, how, and where."""
+    """Return a one-line description of a model, its recipe and its devices."""
     sizes = [p.numel() for p in module.parameters() if not is_lazy(p)]
     how = "not compiled"
     if recipe is not None:
@@ -113,7 +113,7 @@ _FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opt
 def make_optimizer(
     choice: str | type[Optimizer] | Optimizer | Callable[..., Optimizer], module: nn.Module
 ) -> Optimizer:
-    """The optimizer of this module's parameters."""
+    """Make the optimizer of a module's trainable parameters."""
     if isinstance(choice, Optimizer):
         _check_parameters(choice, module)
         return choice

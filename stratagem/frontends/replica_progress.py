@@ -1,5 +1,7 @@
-"""How far replicas have come in an epoch, beside weights and optimizer: what a checkpoint has of
-each of them, and how replicas go on from it, as many or others."""
+"""The progress of replicas within an epoch, as a checkpoint saves it beside weights and optimizer.
+
+The number of replicas may change between a checkpoint and the resumed training.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 
 def gathered(job: Fit, replica: Replica, step: OneDevice, tally: LossSum) -> dict[str, Any] | None:
-    """On the chief: what every replica has. Collective."""
+    """Gather the progress of every replica, for the chief. Collective."""
     mine = {
         **own_state(replica, list(job.module.buffers())),
         "metrics": _counted(job, replica),
@@ -46,11 +48,11 @@ def gathered(job: Fit, replica: Replica, step: OneDevice, tally: LossSum) -> dic
 def _counted(job: Fit, replica: Replica) -> dict[str, Any]:
     if job.journal is None or replica.is_chief:
         return job.recipe.metrics.progress()
-    return {"classes": 0, "counted": [], "any": False}  # the chief has the counts of all
+    return {"classes": 0, "counted": [], "any": False}  # the chief has the counts of all replicas
 
 
 def data_progress(job: Fit, replica: Replica) -> dict[str, Any]:
-    """On the chief: what the data's order goes on from."""
+    """On the chief: return the state from which the data's order continues."""
     assert replica.streams is not None
     held = [] if job.validation is None else job.validation.dice()
     return {
@@ -64,11 +66,11 @@ def data_progress(job: Fit, replica: Replica) -> dict[str, Any]:
 def go_on(
     job: Fit, replica: Replica, step: OneDevice, tally: LossSum, saved: dict[str, Any] | None
 ) -> None:
-    """Go on from what `gathered` returned on the chief. Collective."""
+    """Continue from what `gathered` returned on the chief. Collective."""
     mine = saved and {name: value for name, value in saved.items() if name != "callbacks"}
     told = broadcast_tree(replica.collective, mine)
     if told["replicas"]:
-        # where replicas may leave, each has the counts of all
+        # if replicas may leave, each holds the counts of all
         one = replica if job.journal is None else alone(replica)
         job.recipe.metrics.go_on([each["metrics"] for each in told["replicas"]], one)
     if job.journal is not None:
@@ -76,7 +78,7 @@ def go_on(
     tally.load_state(told["tally"], replica.device)
     if step.scaler is not None and told["scaler"] is not None:
         step.scaler.load_state_dict(told["scaler"])
-    if "updates" in told:  # in the processes that it broke off in
+    if "updates" in told:  # resumed in the same processes after a failure
         if job.settings.sync is not None and job.journal is not None:
             hear = partial(job.journal.hear, job.recipe.metrics, replica)
             tell_late(lossy_wire.broken_round(), replica, tally, hear)
@@ -93,7 +95,7 @@ def go_on(
 def go_on_with_data(
     job: Fit, replica: Replica, told: Mapping[str, Any], random: dict[str, Any] | None
 ) -> None:
-    """Have the next pass be the rest of the one that was saved, in the same order."""
+    """Make the next pass the rest of the saved one, in the same order."""
     source, dice = job.source, None
     if told["seed"] is not None:
         source.seed = int(told["seed"])
@@ -107,11 +109,11 @@ def go_on_with_data(
     source.journal.go_on(told, dice, then, begun=begun, persistent=source.seeds_once)
 
 
-# --- what a standby takes over in the midst of a step ---------------------------------------------
+# --- what a standby takes over within a step ------------------------------------------------------
 
 
 def possible(job: Fit, step: OneDevice) -> bool:
-    """Whether a replica that dies leaves nothing behind in a step but what the chief has, too."""
+    """Return whether the chief has all state with which a standby can take over in a step."""
     arrays = job.source.in_memory and (job.validation is None or job.validation.in_memory)
     plain = type(step) in (Replicated, Sliced) and step.scaler is None
     whole = job.recipe.accumulate == 1 and not job.between_tests and job.settings.wire is None
@@ -119,9 +121,12 @@ def possible(job: Fit, step: OneDevice) -> bool:
 
 
 class StepTraces:
-    """On the chief, around steps 1, 2, 4, 8, ...: whether they write what no standby is told, which
-    are attributes of the model, what a loss keeps, and settings of the optimizer's groups. Once one
-    has, numbers among the attributes are put back when a step breaks off: it is done again."""
+    """Checks on the chief whether a step writes state that standbys do not receive.
+
+    Such state is attributes of the model, state of the loss, and settings of the optimizer's
+    groups. Steps 1, 2, 4, 8, ... are checked until one has written any. From then on, attributes
+    are restored when a step breaks off, since it is repeated.
+    """
 
     def __init__(self, job: Fit) -> None:
         self._groups, self._steps = job.optimizer.param_groups, 0
@@ -136,7 +141,7 @@ class StepTraces:
         self._found = False
 
     def before(self) -> None:
-        """A step begins."""
+        """Record the state before a step."""
         self._steps += 1
         self._before, self._kept = None, []
         if self._found or not self._steps & (self._steps - 1):
@@ -146,7 +151,7 @@ class StepTraces:
             self._before = self._look()
 
     def left(self) -> bool:
-        """Whether the step, which is over, is the first that has written such things."""
+        """Return whether the finished step is the first that has written such state."""
         before, self._before, self._kept = self._before, None, []
         if before is None or self._found:
             return False
@@ -155,7 +160,7 @@ class StepTraces:
         return self._found
 
     def undo(self) -> None:
-        """The step under way, if there is one, breaks off."""
+        """Restore the attributes after a step broke off."""
         for objects, known in self._kept:
             change_tracker.adopt(objects, known)
 
@@ -164,13 +169,13 @@ class StepTraces:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Tensors (a learning rate) by their values: they are written in place."""
+    """Return a group's settings, tensors (a learning rate) by value since they change in place."""
     settings = group_settings(group).items()
     return {key: v.tolist() if isinstance(v, Tensor) else v for key, v in settings}
 
 
 def of(job: Fit, step: OneDevice) -> dict[str, Any]:
-    """On the chief, from another thread, while a step waits for the one that has died."""
+    """Return the chief's state, from another thread, while a step waits for the dead replica."""
     assert job.journal is not None
     shared = isinstance(step, Sliced)
     params = [p for group in job.optimizer.param_groups for p in group["params"]]
@@ -184,7 +189,7 @@ def of(job: Fit, step: OneDevice) -> dict[str, Any]:
 
 @torch.no_grad()
 def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
-    """In the standby: have what the chief has, and random numbers that nobody has drawn."""
+    """In the standby: load the chief's state, and seed the rngs differently from all replicas."""
     seed = mixed(torch.initial_seed(), 0, 1 + told["step"])
     seed_torch(seed)
     throw_beside_torch([f"{seed:016x}"] * 2, 0)
@@ -203,14 +208,14 @@ def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
         }
 
 
-# --- the same of a training with servers ----------------------------------------------------------
+# --- progress of a training with servers ----------------------------------------------------------
 #
-# Between two segments of an epoch every worker has reported, so the chief knows all there is; what
-# other workers draw (dropout) begins anew with them.
+# Between two segments of an epoch every worker has reported, so the chief knows all progress. The
+# other workers' random numbers (dropout) are not saved.
 
 
 def gathered_from_workers(job: Fit, counted: Sequence[Any], loss: Sequence[Any]) -> dict[str, Any]:
-    """What replicas have, as if each report were a replica's."""
+    """Return the progress in the form of `gathered`, with each report as a replica."""
     held = [] if job.validation is None else job.validation.dice()
     tally = LossSum()
     tally.load_state({"sum": loss[0], "examples": loss[1], "losses": None, "totals": []})
@@ -227,13 +232,13 @@ def gathered_from_workers(job: Fit, counted: Sequence[Any], loss: Sequence[Any])
 
 
 def go_on_with_servers(job: Fit, replica: Replica, saved: dict[str, Any]) -> list[Any]:
-    """As the chief: go on from that, or from what replicas have saved; returns the loss so far."""
+    """As the chief: continue from a checkpoint of workers or replicas; return the loss so far."""
     chief, replicas = alone(replica), saved["replicas"]
     job.recipe.metrics.go_on([each["metrics"] for each in replicas], chief)
     take_buffers(list(job.module.buffers()), [each["buffers"] for each in replicas], chief)
     tally = LossSum()
     tally.load_state(saved["tally"])
-    # there is one stream here, for the data and for what the chief draws
+    # the chief has one stream, for the data's order and for its own random numbers
     random = {**replicas[0]["random"], "torch": saved["data"]}
     go_on_with_data(job, chief, saved, random)
     return tally.total()

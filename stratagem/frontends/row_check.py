@@ -1,13 +1,14 @@
-"""Whether shares of a batch add up to what one device makes of it: tried before the first update.
+"""Checks before the first update that shares of a batch add up to the result of one device.
 
-The chief puts a few rows through the model and the loss as one batch and as two shares. Outputs,
-the loss, its gradient and metrics that are functions must agree to rounding; else a row's result
-depends on other rows, and replicas, which do not see each other's, would train something else than
-one device. Each of the three finds the model as it is: one may initialise itself from what it sees
-first. Every row is missing in one share, so that one which decides for the others (the largest,
-say) shows. A loss of torch's that is known to take rows by themselves is left out. Where somebody's
-own function judges the rows, that is done again before the 2nd, 4th, 8th, ... batch: a mask may
-come later. Elsewhere a call that finds everything as an earlier one need not try it again.
+The chief runs a few rows through model and loss as one batch and as two shares. Outputs, loss,
+gradients and function metrics must agree to rounding. Otherwise a row's result depends on other
+rows, which replicas do not share, and training would differ from one device.
+
+Each of the three runs starts from the same model, which may initialise itself from its first batch.
+Each row is missing in one of the shares, so that a row that affects others (by a maximum, say) is
+found. Losses of torch that treat rows separately are skipped. If the loss or a metric is user code,
+the check is repeated before the 2nd, 4th, 8th, ... batch, since a mask may only come later. For
+other models, a later call with the same settings need not repeat it.
 """
 
 from __future__ import annotations
@@ -47,26 +48,26 @@ from stratagem.wire.tree import encode, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: rows of the trial's shares: of several, since a single one is often something else to a model,
-#: and not as many, since means over something else than rows may agree otherwise
+#: rows of the two shares: several, since models often treat a single row differently; unequal,
+#: since means over something else than rows could agree for equal shares
 _SHARES = 3, 2
 ENOUGH = sum(_SHARES)
 
 
 class RowCheck:
-    """The trial of rows, asked before every batch on every replica; acts ever more rarely."""
+    """The check of rows; called before every batch on every replica, it runs ever more rarely."""
 
     def __init__(self, module: Any, recipe: Recipe, replica: Replica, verb: str) -> None:
         """`verb`: "fit", "evaluate" or "predict"."""
         self.module, self.replica, self.verb = module, replica, verb
         self.recipe = replace(recipe, jit_compile=False)
-        #: whether a later batch may show what this one does not
-        self._again = verb != "predict" and (recipe.loss.own or bool(recipe.metrics.functions))
+        #: whether to check later batches, too, since user code may treat them differently
+        self._repeats = verb != "predict" and (recipe.loss.own or bool(recipe.metrics.functions))
         self._seen, self._next = 0, 1
         self.open = recipe.check and replica.count > 1
-        #: whether a trial has failed for another reason, and is not made again
+        #: whether the check itself has failed, so that it is not repeated
         self._failed = False
-        #: rows of a share that was too small to be cut
+        #: the last share, if it was too small to be split
         self._kept: Any = None
 
     def before(self, portion: Portion) -> None:
@@ -83,8 +84,10 @@ class RowCheck:
             self._settle()
 
     def alone(self, portion: Portion) -> None:
-        """As `before` for a worker of servers, without the other shares: a small share is kept
-        until the next one."""
+        """Like `before`, for a worker of servers, which has no other replica's share.
+
+        A share that is too small is kept, and joined with the next one.
+        """
         if self._is_due():
             batch = [portion.x, portion.y, portion.weight]
             other, self._kept = self._kept, batch
@@ -94,12 +97,11 @@ class RowCheck:
                 self._settle()
 
     def rehearse(self, portion: Portion) -> None:
-        """Put a batch through model and loss without a trace, so that a standby's first step is as
-        fast as later steps."""
+        """Run a batch through model and loss as a dry run, to warm up a standby's first step."""
         batch = [portion.x, portion.y, portion.weight]
         try:
             self._run(batch, portion.total)
-        except Exception as error:  # the step itself may well succeed
+        except Exception as error:  # the step itself may still succeed
             log.debug("a standby could not rehearse: %r", error)
 
     def _is_due(self) -> bool:
@@ -109,16 +111,16 @@ class RowCheck:
         return self._seen >= self._next
 
     def _settle(self) -> None:
-        self._next, self._kept, self.open = 2 * self._seen, None, self._again
+        self._next, self._kept, self.open = 2 * self._seen, None, self._repeats
 
     def _act(self, examples: int, batch: Any, other: Any) -> None:
-        """Make the trial, on the chief, with rows of its share and perhaps of another share."""
+        """On the chief: make the check, with rows of its share and perhaps of another one."""
         if self.replica.index != 0 or self._failed:
             return
         try:
             whole, parts = self._rows(examples, batch, other)
             trial = partial(self._compare, whole, parts)
-            if self._again:
+            if self._repeats:
                 trial()
             else:
                 self.recipe.passed.unless_passed(self.verb, partial(self._key, whole), trial)
@@ -129,8 +131,10 @@ class RowCheck:
             say_untried(error)
 
     def _rows(self, examples: int, batch: Any, other: Any) -> tuple[Any, list[Any]]:
-        """A few rows as one batch and as two shares. Targets that cannot be cut are left out with
-        the loss, if the loss is torch's own."""
+        """Return a few rows as one batch and as two shares.
+
+        If the loss is torch's own, targets that cannot be split are left out, and so is the loss.
+        """
         try:
             check_rows(batch, examples)
         except ValueError:
@@ -141,7 +145,7 @@ class RowCheck:
         return few_rows(batch, examples, to_device(other, self.replica.device))
 
     def _key(self, whole: Any) -> list[Any]:
-        """What a trial of these rows depends on, as far as that is cheap to see."""
+        """Return what the check depends on, as far as it is cheap to compare."""
         judges = [each for each in self._judges() if isinstance(each, torch.nn.Module)]
         return [
             kinds_of(whole),
@@ -153,7 +157,7 @@ class RowCheck:
         ]
 
     def _judges(self) -> list[Any]:
-        """The loss and its function, or the parts of a loss module."""
+        """Return the loss and its function, or the parts of a loss module."""
         loss = self.recipe.loss
         function = getattr(loss, "function", None)
         parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
@@ -193,10 +197,10 @@ class RowCheck:
         self.recipe.metrics.check_functions(one.metrics, metrics, tolerance.loss)
 
     def _run(self, batch: Any, total: int, *, disturbed: bool = False) -> BatchOutcome:
-        """Put one batch through model and loss without a trace."""
+        """Run one batch through model and loss as a dry run."""
         trains = self.verb == "fit"
         function = getattr(self.recipe.loss, "function", None)
-        buffers = _marks(function)
+        buffers = _buffer_versions(function)
         x, y, weight = batch
         portion = Portion(x, y, weight, count_rows(batch), total)
         with (
@@ -204,8 +208,8 @@ class RowCheck:
             torch.set_grad_enabled(trains),
             replaced(norms_by_row(self.module.modules()) if trains else []),
         ):
-            run = self._through(portion)
-            if _marks(function) != buffers:
+            run = self._forward(portion)
+            if _buffer_versions(function) != buffers:
                 raise NotDistributable(
                     f"the loss {type(function).__name__} writes into its own buffers, and every "
                     "replica would do so from its own rows; keep them in the model, whose buffers "
@@ -214,16 +218,16 @@ class RowCheck:
         run.epsilon = journal.epsilon
         return run
 
-    def _through(self, portion: Portion) -> BatchOutcome:
+    def _forward(self, portion: Portion) -> BatchOutcome:
         adapter = TorchAdapter(self.module, None, self.recipe, self.replica)
         with adapter.autocast():
             output, *given = adapter.forward(portion)
         loss, apart = self.recipe.loss, _in_rows(output, portion.examples)
-        if apart and not self._again and loss.is_by_row(output, given[0]):
+        if apart and not self._repeats and loss.is_by_row(output, given[0]):
             return BatchOutcome(list(map(copied, pytree.tree_leaves(output))), portion.examples)
-        return self._weigh(adapter, output, given, portion.examples, portion.total)
+        return self._apply_loss(adapter, output, given, portion.examples, portion.total)
 
-    def _weigh(
+    def _apply_loss(
         self, adapter: TorchAdapter, output: Any, given: list[Any], examples: int, total: int
     ) -> BatchOutcome:
         """Compute loss, gradients and metrics for these outputs."""
@@ -246,8 +250,10 @@ class RowCheck:
         return run
 
     def _sources(self, outputs: list[Any]) -> list[Tensor]:
-        """The tensors to differentiate by: the outputs, which have been compared; or the parameters
-        if an output is a single number (a loss that the model computes itself)."""
+        """Return the tensors to differentiate by: the outputs, which are compared as well.
+
+        If an output is a single number (a loss computed by the model), it is the parameters.
+        """
         found = [each for each in outputs if isinstance(each, Tensor) and each.requires_grad]
         if found and all(each.dim() or each.is_leaf for each in found):
             return found
@@ -256,11 +262,11 @@ class RowCheck:
 
 @dataclass
 class BatchOutcome:
-    """The results of one batch as copies, since a dry run restores what was written."""
+    """The results of one batch, copied since a dry run restores all tensors that it wrote to."""
 
     outputs: list[Any]
     examples: int
-    #: whether there is a loss; its numerator and denominator
+    #: whether the loss was computed; `above` and `below` are its numerator and denominator
     judged: bool = False
     above: float = 0.0
     below: float = 1.0
@@ -273,7 +279,7 @@ class BatchOutcome:
 
 
 def _in_rows(output: Any, total: int) -> bool:
-    """Whether every output has `total` rows."""
+    """Return whether every output has `total` rows."""
     leaves = pytree.tree_leaves(output)
     return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
 
@@ -282,14 +288,14 @@ def _over(gradients: Sequence[Tensor | None], below: float) -> list[Tensor | Non
     return [None if each is None else each / below for each in gradients]
 
 
-def _marks(loss: Any) -> dict[str, tuple[int, int]]:
-    """The identity and version of a loss's buffers, which change when it writes to them."""
+def _buffer_versions(loss: Any) -> dict[str, tuple[int, int]]:
+    """Return the identity and version of a loss's buffers, which change when it writes to them."""
     named = loss.named_buffers() if isinstance(loss, torch.nn.Module) else ()
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 
 def say_untried(error: Exception) -> None:
-    """The step itself may well succeed, and if not, its error is the one to see."""
+    """Warn that the check failed; if the step fails, too, its own error is the one to raise."""
     log.warning(
         "whether rows depend on each other cannot be tried on a part of a batch (%s: %s), so that "
         "is taken on trust, unchecked.",
@@ -302,7 +308,7 @@ def say_untried(error: Exception) -> None:
 
 
 def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[Any]]:
-    """A few rows of one share, or of two small shares, as one batch and as two shares."""
+    """Return a few rows of one share, or of two small ones, as one batch and as two shares."""
     size = check_rows(batch, examples)
     if other is not None:
         batch = joined(batch, other)
@@ -312,7 +318,7 @@ def few_rows(batch: Any, examples: int, other: Any = None) -> tuple[Any, list[An
 
 
 def sizes_of(first: int, second: int) -> tuple[int, int]:
-    """Rows of the trial's shares, from those of two real ones."""
+    """Return the rows of the check's two shares, given the rows of the real shares."""
     if first >= ENOUGH:
         return _SHARES
     if not second:
@@ -321,7 +327,7 @@ def sizes_of(first: int, second: int) -> tuple[int, int]:
 
 
 def check_rows(batch: Any, examples: int | None = None) -> int:
-    """How many rows everything in a batch has; raises if something in it cannot be cut."""
+    """Return the number of rows of a batch; raise if a part of it cannot be split by rows."""
     count = count_rows(batch) if examples is None else examples
     for leaf in pytree.tree_leaves(batch):
         if not isinstance(leaf, _LEAVES):
@@ -335,7 +341,7 @@ _LEAVES = (Tensor, str, bytes, bool, int, float, type(None))
 
 
 def joined(one: Any, other: Any) -> Any:
-    """The rows of two shares as those of one."""
+    """Concatenate the rows of two shares."""
     if isinstance(one, Tensor):
         return torch.cat([one, other]) if one.dim() else one
     if isinstance(one, dict):
@@ -349,7 +355,7 @@ def joined(one: Any, other: Any) -> Any:
 
 
 def _portable(batch: Any) -> Any:
-    """A batch for the chief, if it can travel."""
+    """Return the batch if it can be sent to the chief, else None."""
     try:
         encode(batch)
     except NotDistributable:

@@ -1,5 +1,7 @@
-"""Comparison of a few rows as one batch with shares of them, to rounding; and which of these
-trials a model has passed."""
+"""Compares the results of a few rows as one batch and as shares, to rounding (row_check.py).
+
+Also records which of these trials a model has passed.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,25 @@ LOSS = "the loss"
 _OTHERWISE = "use one device, or skip this check (check=False) where that is meant."
 
 
-#: how much more than the rounding that was seen is taken for rounding
+#: factor between observed rounding and tolerated differences
 _MARGIN = 20
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative tolerances: of a tensor, of a gradient beside larger ones, and of the loss."""
+    """Relative tolerances of a tensor, of a gradient among larger ones, and of the loss."""
 
     own: float
     beside: float
     loss: float
-    #: of any gradient, absolutely
+    #: absolute tolerance of any gradient
     noise: float = 0.0
 
     @classmethod
     def of(cls, device: torch.device, runs: Iterable[TrialRun]) -> Tolerance:
         """Choose by the coarsest dtype in any of the runs.
 
-        Honest float32 models, as they were made, differ between a batch and its shares by 1.2e-6
+        Correct float32 models, untrained, differ between a batch and its shares by 1.2e-6
         at most on a CPU: 40 layers with norms; 12 of a transformer 4.4e-7, LSTMs over 256 steps,
         sums of 4096 and 12 convolutions less; gradients by 6e-7. Those of float64 by 1.6e-15.
         """
@@ -46,19 +48,24 @@ class Tolerance:
         if epsilon < 1e-12:
             return cls(1e-9, 1e-9, 1e-9)
         if device.type != "cpu" or torch.get_float32_matmul_precision() != "highest":
-            return cls(1e-2, 1e-3, 1e-2)  # it may multiply with 10 bits of a float's 23 (TF32)
+            return cls(1e-2, 1e-3, 1e-2)  # TF32 multiplies with 10 of a float's 23 bits
         return cls(3e-5, 1e-5, 3e-5)
 
     @property
     def floor(self) -> float:
-        """The absolute tolerance of numbers near zero."""
+        """Return the absolute tolerance of numbers near zero."""
         return min(1e-6, self.own / _MARGIN)
 
     def widened(self, plain: Result, disturbed: Result) -> Tolerance:
-        """Widen by the rounding seen here: a result, and the same result with every intermediate
-        value rounded otherwise."""
+        """Widen by the observed rounding.
+
+        `disturbed` is the plain result, computed with every intermediate value rounded otherwise.
+        """
         outputs = [
-            float((_plain(a) - _plain(b)).abs().max() / _plain(a).abs().max().clamp(min=1e-300))
+            float(
+                (_as_double(a) - _as_double(b)).abs().max()
+                / _as_double(a).abs().max().clamp(min=1e-300)
+            )
             for a, b in zip(plain.outputs, disturbed.outputs, strict=True)
             if isinstance(a, Tensor) and a.numel() and a.shape == b.shape
         ]
@@ -83,9 +90,9 @@ class Result:
 
 
 class TrialRun(Protocol):
-    """A batch, or a share of a batch, that was put through model and loss."""
+    """The run of a batch, or of a share, through model and loss."""
 
-    #: the relative rounding of the coarsest numbers in it
+    #: the relative rounding of the coarsest dtype in the run
     epsilon: float
 
     def result(self) -> Result: ...
@@ -97,8 +104,11 @@ def agree(
     whole: TrialRun,
     disturb: Callable[[], TrialRun],
 ) -> None:
-    """Compare; if that fails, compare again with the tolerance widened by a run with other rounding
-    (`disturb`): near a minimum, for example, gradients are differences of almost equal numbers."""
+    """Compare; if that fails, compare again with a tolerance widened by the observed rounding.
+
+    `disturb` is a run with other rounding. Near a minimum, for example, gradients are differences
+    of almost equal numbers.
+    """
     try:
         compare(tolerance)
     except NotDistributable:
@@ -106,7 +116,7 @@ def agree(
 
 
 def copied(leaf: Any) -> Any:
-    """Copy a tensor, since dry runs restore what was written."""
+    """Copy a tensor, since dry runs restore tensors that were written to."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -126,8 +136,8 @@ def compare_outputs(
                 f"{sizes[0]} of them; {told} device; return what belongs to each row, and have "
                 f"nothing look at other rows, {_OTHERWISE}"
             )
-        apart = _apart(leaf, shares, axes[0], tolerance) if len(axes) == 1 else 0.0
-        if apart and not _only_moved(leaf, shares, axes[0], tolerance):
+        apart = _excess(leaf, shares, axes[0], tolerance) if len(axes) == 1 else 0.0
+        if apart and not _is_reordered(leaf, shares, axes[0], tolerance):
             raise NotDistributable(
                 f"the model's outputs for a row depend on the other rows of the batch (they differ "
                 f"by up to {apart:.3g} between {sum(sizes)} rows at once and shares of "
@@ -137,13 +147,13 @@ def compare_outputs(
             )
 
 
-def _only_moved(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
-    """Whether only the order of the rows differs."""
-    return not _apart(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
+def _is_reordered(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
+    """Return whether only the order of the rows differs."""
+    return not _excess(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
 
 
 def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
-    """The axes along which the shares make up the whole."""
+    """Return the axes along which the shares' lengths add up to the whole's."""
     if len({each.dim() for each in (leaf, *shares)}) > 1:
         return []
     lengths = [sum(each.shape[axis] for each in shares) for axis in range(leaf.dim())]
@@ -171,25 +181,27 @@ def in_place(
     return found
 
 
-def _apart(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> float:
-    """By how much shares differ from the whole, where that is more than rounding; else 0."""
+def _excess(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> float:
+    """Return by how much shares differ from the whole; 0 if it is only rounding."""
     start, worst, size = 0, 0.0, 0.0
     for each in shares:
         same = leaf.narrow(axis, start, each.shape[axis])
         start += each.shape[axis]
-        for other in range(leaf.dim()):  # padded to the longest row, which a share may not have
+        for other in range(
+            leaf.dim()
+        ):  # padded to the longest row, which may be in the other share
             length = min(same.shape[other], each.shape[other])
             same, each = same.narrow(other, 0, length), each.narrow(other, 0, length)
         if same.numel():
-            ours, theirs = _plain(same), _plain(each)
+            ours, theirs = _as_double(same), _as_double(each)
             worst = max(worst, float((ours - theirs).abs().max()))
             size = max(size, float(ours.abs().max()))
     if worst != worst or size in (float("inf"), float("nan")):
-        return 0.0  # training has gone wrong in another way
+        return 0.0  # NaN or infinity, which is another problem
     return worst if worst > tolerance.own * size + tolerance.floor else 0.0
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _as_double(tensor: Tensor) -> Tensor:
     kind = torch.complex128 if tensor.is_complex() else torch.float64
     return tensor.detach().to("cpu", kind)
 
@@ -197,7 +209,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def compare_loss(
     whole: float, together: float, size: float, tolerance: Tolerance, sizes: list[int]
 ) -> None:
-    """Raise unless the shares' losses add up; `size`: of the largest that was added up."""
+    """Raise unless the shares' losses add up; `size`: the largest share's loss."""
     apart = abs(whole - together)
     if apart != apart or apart <= tolerance.loss * max(abs(whole), size) + tolerance.floor:
         return
@@ -219,7 +231,7 @@ def compare_gradients(
     tolerance: Tolerance,
     sizes: list[int],
 ) -> None:
-    """Raise unless the shares' gradients add up; `what` they are of."""
+    """Raise unless the shares' gradients add up; `what` names their origin in the error."""
     norms = [sum(_norm(each) for each in column) for column in zip(*parts, strict=True)]
     everything = sum(norm**2 for norm in norms) ** 0.5
     for each, norm, *shares in zip(whole, norms, *parts, strict=True):
@@ -253,7 +265,7 @@ def _norm(gradient: Tensor | None) -> float:
     return norm if norm < float("inf") else 0.0
 
 
-# --- trials that a model has passed: not every later call makes them again ------------------------
+# --- passed trials, which later calls need not repeat ---------------------------------------------
 
 log = logging.getLogger("stratagem")
 
@@ -261,24 +273,24 @@ log = logging.getLogger("stratagem")
 class PassedTrials:
     """The trials that one compiled model has passed in this process, by name.
 
-    A call with the key of the call before makes the trial if it is the 2nd, 4th, 8th, ... such
-    call; a call with another key starts over. What no key holds (the values of weights, statistics
-    and rows, a global that a forward pass reads) is the reason to try again at all.
+    A call with the same key as the call before repeats the trial only if it is the 2nd, 4th, 8th,
+    ... such call; a call with another key starts over. Trials are repeated at all since no key has
+    the values of weights, statistics and rows, or globals that a forward pass reads.
     """
 
     def __init__(self) -> None:
         self._passed: dict[str, tuple[Any, int]] = {}
 
     def __reduce__(self) -> Any:
-        return PassedTrials, ()  # a copy elsewhere has passed nothing
+        return PassedTrials, ()  # a copy in another process starts empty
 
     def unless_passed(self, name: str, key: Callable[[], Any], trial: Callable[[], object]) -> None:
-        """Make the trial unless it was passed with an equal key; one that raises is not passed."""
+        """Make the trial unless it was passed with an equal key."""
         before, calls = self._passed.pop(name, (None, 0))
         try:
             now = key()
             calls = calls + 1 if before == now else 1
-        except Exception as error:  # say, a list that has itself inside
+        except Exception as error:  # for example, a list that contains itself
             log.debug("rows are tried at each call: %s: %s", type(error).__name__, error)
             trial()
             return
@@ -288,7 +300,7 @@ class PassedTrials:
 
 
 def kinds_of(batch: Any) -> list[Any]:
-    """The structure of a batch, and what its tensors are but for their values."""
+    """Return the structure of a batch, with the dtypes, devices and shapes of its tensors."""
     leaves, structure = pytree.tree_flatten(batch)
     return [
         structure,

@@ -1,7 +1,7 @@
 """`fit` with parameter servers.
 
-chief            runs the loop: deals the epoch's batches, works like the others, has callbacks
-other workers    take tickets, compute, push, until the chief says that the training is over
+chief            runs the loop and the callbacks, deals tickets, and works on some of them
+other workers    take tickets, compute and push gradients until the chief ends the training
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def fit(job: Fit) -> None:
         resumes=job.goes_back,
     )
     if session.over is not None:
-        _believe(job, session, session.over)
+        _take_history(job, session, session.over)
         return
     job.source.seed = session.told
-    session.cancels = session.cancels and not grouped  # its devices would wait for the first
+    # if the first device cancelled a ticket, the other ones would wait for it in a collective
+    session.cancels = session.cancels and not grouped
     step = lead(job, session, replica) if grouped else Pushed(job, session, replica)
     if session.worker.is_chief:
         _lead(ChiefSide(job, session, replica, step))
@@ -86,18 +87,18 @@ def _lead(side: ChiefSide) -> None:
         job.callbacks.train_end()
 
 
-def _believe(job: Fit, session: Session, over: FitOver) -> None:
+def _take_history(job: Fit, session: Session, over: FitOver) -> None:
     """Take over the history that the chief sent at the end of the training."""
     history, job.terminated = session.take_last(over) or ([], False)
     model = job.callbacks.model
-    if history and model is not None:  # a client of its own; a child has no history to keep
+    if history and model is not None:  # only a worker that runs the script has a history
         for epoch, logs, details in history:
             enter_details(model.history.history, numbered_details(details))
             job.callbacks.epoch_end(epoch, logs)
 
 
 class WorkerSide:
-    """The work of one worker: compute gradients for tickets until the epoch or the fit is over."""
+    """The loop of a worker: computes gradients for tickets until the epoch or the fit is over."""
 
     def __init__(
         self, job: Fit, session: Session, replica: Replica, step: Pushed | Grouped
@@ -109,9 +110,9 @@ class WorkerSide:
         self._check = RowCheck(job.module, job.recipe, replica, "fit")
         several = session.plan.parts > 1 or grouped
         self._check.open = job.recipe.check and several and self.worker.is_chief
-        #: how many gradients of this epoch counted
+        #: how many gradients of this epoch the servers accepted
         self._counted = 0
-        #: the epoch that is worked on, and the last one of which the mean statistics are here
+        #: the current epoch, and the last one whose averaged statistics have arrived
         self._epoch, self._settled = 0, -1
         self._begin()
 
@@ -122,12 +123,12 @@ class WorkerSide:
         self._counted = 0
 
     def follow(self) -> None:
-        """Work until the chief ends the fit; for every worker but the chief."""
+        """As a worker other than the chief: work until the chief ends the fit."""
         while True:
             work = self.worker.next(wait=False)
             if isinstance(work, FitOver):
                 self.session.end()
-                _believe(self.job, self.session, work)
+                _take_history(self.job, self.session, work)
                 return
             if isinstance(work, EpochOver):
                 self._report(void=work.void)
@@ -140,7 +141,7 @@ class WorkerSide:
         """Compute and push the gradient of one ticket."""
         if work.epoch != self._epoch:
             if self._epoch and not self.worker.is_chief:
-                self._begin()  # it was absent when the last one ended
+                self._begin()  # this worker was absent at the end of the last epoch
             self._epoch = work.epoch
             if not self.worker.is_chief and work.epoch > self._settled + 1:
                 self._take_statistics(work.epoch - 1)
@@ -157,7 +158,7 @@ class WorkerSide:
         self._counted -= void
         self.step.count(void=void)
         grouped = isinstance(self.step, Grouped)
-        # counts that came from a checkpoint are reported even if the chief gets no ticket
+        # counts from a checkpoint are reported even if the chief gets no ticket
         counted = self._counted or grouped or self.job.recipe.metrics.counted
         states = self.step.states() if counted else []
         floats = self.session.statistics.here()
@@ -171,44 +172,44 @@ class WorkerSide:
 
 
 class ChiefSide(WorkerSide):
-    """The loop's `FitSide` on the chief, which is a worker, too.
+    """The `FitSide` of the chief, which also works like the other workers.
 
     In an epoch the chief deals tickets and works on some of them (`work`, `take`), then gathers all
-    workers' reports (`end_epoch`). With checkpoints an epoch has several segments, each ending in
-    such a gathering (`_gather`), so that no ticket is out when a checkpoint is written.
+    workers' reports (`end_epoch`). With checkpoints, an epoch has several segments, and each ends
+    with gathered reports (`_gather`), so that no ticket is out when a checkpoint is written.
     """
 
-    settled = False  # a checkpoint is made between two segments
+    settled = False  # checkpoints are made between two segments
 
     def __init__(
         self, job: Fit, session: Session, replica: Replica, step: Pushed | Grouped
     ) -> None:
         super().__init__(job, session, replica, step)
         self.tester, self.is_chief = alone(replica), True
-        #: of the epoch's finished segments: the sum of losses and of examples, and the counts of
-        #: the workers' metrics
+        #: of the epoch's finished segments: the sums of losses and examples, and the workers'
+        #: metric counts
         self.loss_sum: list[Any] = [0.0, 0]
         self._states: list[Any] = []
-        #: the residuals that each worker's wire holds back for later pushes
+        #: the residuals of compression that each worker keeps for later pushes
         self._residuals: list[Any] = []
         self.segments = Segments()
         self.tally = RunningLoss(self.worker, lambda: self.loss_sum)
         self.state = KeptState(job.optimizer, session.params)
-        self._told: list[Any] = []
+        self._history: list[Any] = []
         self._stats, self._details = EpochStats(), Details()
-        #: the version of the weights in the module, if no update came since
+        #: the version of the weights in the module; None after further updates
         self._home: int | None = None
-        #: whether other processes have a model, which does not see what callbacks change here
+        #: whether other processes have copies of the model, which callbacks here do not change
         self._several = session.plan.workers > 1 or isinstance(step, Grouped)
         #: whether a callback has written buffers or frozen parameters
         self._beside = False
 
     def end(self) -> None:
         """End the training of all workers."""
-        self.session.end([self._told, self.job.terminated])
+        self.session.end([self._history, self.job.terminated])
 
     def bring_home(self) -> int:
-        """Read one version of the whole state into the user's objects, while workers go on."""
+        """Read one version of the whole state into the user's objects, while workers continue."""
         if self._home is not None:
             return self._home  # no update since
         version = self.session.read_state()
@@ -234,8 +235,10 @@ class ChiefSide(WorkerSide):
             job.source.check_enough(scheduler.dealt, job.steps_per_epoch, epoch)
 
     def _segments(self, epoch: int) -> Iterator[Assignment]:
-        """Deal an epoch in segments, with a checkpoint between two of them: every dealt batch is in
-        the weights then, and every worker has reported."""
+        """Deal an epoch in segments, with a checkpoint between two of them.
+
+        At that point every dealt batch is in the weights, and every worker has reported.
+        """
         scheduler, segments = self.scheduler, self.segments
         scheduler.open_epoch(epoch, self.job.steps_per_epoch)
         while not scheduler.dry:
@@ -270,17 +273,17 @@ class ChiefSide(WorkerSide):
 
     def arrive(self) -> None:
         self.worker.arrive()
-        self.job.callbacks.changes.mark()  # the arrived values are no change by a callback
+        self.job.callbacks.changes.mark()  # values that arrived are not a callback's change
 
     def refresh(self) -> None:
-        self.worker.refresh()  # else weights that a callback writes would undo the update
+        self.worker.refresh()  # otherwise, a callback that writes weights undoes the update
 
     def after_batch(self) -> bool:
-        self._follow_weights(between=True)  # settings once this batch is applied
+        self._follow_weights(between=True)  # settings are sent after this batch is applied
         return self.job.callbacks.stop
 
     def stop(self, work: Assignment | None) -> None:
-        """Finish the tickets that are out, and deal no more."""
+        """Deal no more tickets, and finish those that are out."""
         if work is not None:
             self.worker.abandon(work.ticket)
         self.worker.put_back()
@@ -304,7 +307,7 @@ class ChiefSide(WorkerSide):
 
     def note(self, epoch: int, logs: dict[str, Any]) -> None:
         enter_details(self.job.callbacks.model.history.history, self._details)
-        self._told.append([epoch, logs, portable_details(self._details)])
+        self._history.append([epoch, logs, portable_details(self._details)])
 
     def agree(self, mine: Any, *, chiefs: bool = False) -> list[Any]:
         return [mine]
@@ -324,7 +327,7 @@ class ChiefSide(WorkerSide):
         self.job.callbacks.changes.mark()
 
     def listen(self, *, between: bool = False) -> bool:
-        """Send the servers what callbacks changed: optimizer settings and weights."""
+        """Send optimizer settings and weights that callbacks changed to the servers."""
         self.worker.set_settings(self.session.settings())
         self._follow_weights(between=between)
         return self.job.callbacks.stop
@@ -370,7 +373,7 @@ class ChiefSide(WorkerSide):
 
 
 class RunningLoss:
-    """The loss that batch callbacks see in mid-epoch, requested only when it is read."""
+    """The loss for batch callbacks, requested from the coordinator only when it is read."""
 
     def __init__(self, worker: Any, before: Callable[[], list[Any]]) -> None:
         """`before`: the sums of losses and examples of the epoch's earlier segments."""

@@ -1,7 +1,7 @@
-"""Steps of a worker: servers update, here gradients are made and pushed.
+"""Training steps of a worker, which pushes gradients to parameter servers.
 
-Pushed       a worker of one device
-Grouped      the devices of one worker share every ticket, and push one gradient together
+Pushed       a worker with one device
+Grouped      a worker with several devices, which share every ticket and push one gradient
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Pushed(TorchAdapter):
         self.session, self.committer = session, PushCommitter(session, session.settings)
         homes = () if job.recipe.jit_compile else session.worker.memory.homes()
         self._placed = PlacedGradients(job.module, homes)
-        #: the last outputs and targets, and whether they are of a part of a batch: metrics wait
-        #: until the gradient is known to count
+        #: the last outputs and targets, and whether they are of a part of a batch; metrics are
+        #: updated only once the servers have accepted the gradient
         self._last: tuple[Any, Any, bool] | None = None
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self.recipe.metrics.reset()
         self._last = None
 
     def push(self, work: Assignment, portion: Portion) -> bool:
-        """Compute on the rows of a ticket and push; returns whether the gradient counted."""
+        """Compute and push the gradient of a ticket; return whether the servers accepted it."""
         self.count()
         self.committer.begin(work.ticket, portion.examples)
         try:
@@ -71,7 +71,7 @@ class Pushed(TorchAdapter):
         with self.autocast():
             with self._placed.forward():
                 output, y, sample_weight = self.forward(portion)
-            if portion.examples == portion.total:  # a whole batch: as on one device
+            if portion.examples == portion.total:  # a whole batch, as on one device
                 loss = self.recipe.loss.mean(output, y, sample_weight)
                 weight = float(portion.examples)
             else:
@@ -86,7 +86,7 @@ class Pushed(TorchAdapter):
     def _part(
         self, portion: Portion, output: Any, y: Any, sample_weight: Tensor | None
     ) -> tuple[Tensor, float]:
-        """The loss of a part of a batch, and its weight among the parts."""
+        """Return the loss of a part of a batch, and its weight among the parts."""
         numerator, denominator = self.recipe.loss.terms(output, y, sample_weight, portion.examples)
         if denominator is None:  # a sum over rows grows with the batch
             return numerator * (portion.total / portion.examples), float(portion.examples)
@@ -101,18 +101,18 @@ class Pushed(TorchAdapter):
             self.recipe.metrics.update(output, y, part=part)
 
     def states(self) -> list[Any]:
-        """The counts of the metrics in this epoch, one for each device."""
+        """Return the counts of the metrics in this epoch, one for each device."""
         return [self.recipe.metrics.progress()]
 
     def spread(self) -> None:
-        """There is no other device."""
+        """Do nothing: there is no other device."""
 
     def close(self) -> None:
-        """There is no other device."""
+        """Do nothing: there is no other device."""
 
 
 class DelayedMetrics:
-    """Keeps outputs and targets for the metrics until the gradient is known to count."""
+    """Keeps outputs and targets for the metrics until the servers have accepted the gradient."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, Any, bool]] = []
@@ -122,13 +122,13 @@ class DelayedMetrics:
 
 
 class Grouped(Replicated):
-    """One device of a worker's group; `session` is the first device's, which pushes."""
+    """The step of one device of a worker; the first device has the `session`, and pushes."""
 
     def __init__(self, job: Fit, replica: Replica, session: Session | None = None) -> None:
         self._metrics, self._later = job.recipe.metrics, DelayedMetrics()
         waiting: Any = self._later
         recipe = replace(job.recipe, metrics=waiting)
-        # `wire=` is for the messages to the servers
+        # default settings: `wire=` applies only to the messages to servers
         super().__init__(Training(job.module, job.optimizer, recipe, Settings()), replica)
         self._job = job
         self._push = None if session is None else PushCommitter(session, session.settings)
@@ -140,11 +140,11 @@ class Grouped(Replicated):
     # --- as the first device ----------------------------------------------------------------------
 
     def begin(self) -> None:
-        """An epoch begins."""
+        """Begin an epoch."""
         self._metrics.reset()
 
     def push(self, work: Assignment, portion: Portion) -> bool:
-        """As the first device: compute a ticket on all devices; returns whether the sum counted."""
+        """As the first device: compute a ticket on all devices; return whether it was accepted."""
         ticket = work.ticket
         words = [ticket.serial, ticket.batch, ticket.part, ticket.parts]
         self.commands.tell("work", words, work.epoch, work.payload)
@@ -153,7 +153,7 @@ class Grouped(Replicated):
         return self.compute(portion)
 
     def count(self, *, void: bool = False) -> None:
-        """Do nothing: each device counts when the first says that a gradient did."""
+        """Do nothing: `_finish` updates the metrics on each device."""
 
     def states(self) -> list[Any]:
         """As the first device: gather the counts of all devices in this epoch."""
@@ -171,7 +171,7 @@ class Grouped(Replicated):
         self.commands.tell(END)
         self.finish()
 
-    # --- on every device: the verbs ---------------------------------------------------------------
+    # --- on every device: the commands ------------------------------------------------------------
 
     def compute(self, portion: Portion) -> bool:
         """Compute this device's share of a ticket with the first device's values. Collective."""
@@ -191,7 +191,7 @@ class Grouped(Replicated):
         self.forget_gradients()
 
     def _adjust(self, notes: Sequence[float]) -> Sequence[float]:
-        """Divide the sum by what the loss is divided by; a sum over rows grows with the batch."""
+        """Divide the summed gradient by the loss's denominator, or scale a sum up to the batch."""
         portion, buckets = self._portion, self.committer.buckets
         assert portion is not None
         above, below = notes
@@ -213,7 +213,7 @@ class Grouped(Replicated):
         return everybody
 
     def beside(self) -> list[Tensor]:
-        """Buffers and frozen parameters, which a callback may have written."""
+        """Return buffers and frozen parameters, which a callback may have written."""
         frozen = [p for p in self.module.parameters() if not p.requires_grad]
         return [*frozen, *self.module.buffers()]
 
@@ -227,7 +227,7 @@ class Grouped(Replicated):
 
 
 def _share(portion: Portion, replica: Replica) -> Portion:
-    """This device's rows of a ticket."""
+    """Return this device's rows of a ticket."""
     start, end = share(portion.examples, replica.count, replica.index)
     bounds = (start, end) if end > start else (0, 1)
     x, y, weight = (rows(part, *bounds) for part in (portion.x, portion.y, portion.weight))
@@ -235,14 +235,14 @@ def _share(portion: Portion, replica: Replica) -> Portion:
 
 
 def lead(job: Fit, session: Session, replica: Replica) -> Grouped:
-    """Begin on all devices of a worker, as the first."""
+    """As a worker's first device: begin the training on all devices."""
     CommandLoop(replica.collective).tell("begin", job.source.seed)
     setup.roll_dice_of_devices(replica)
     return Grouped(job, replica, session)
 
 
 def assist(job: Fit, replica: Replica) -> None:
-    """Serve the first device's commands until the training ends, as another device."""
+    """As another device: serve the first one's commands until the training ends."""
     job.module.to(replica.device)
     job.recipe.metrics.to(replica.device)
     job.module.train()
@@ -258,11 +258,11 @@ def assist(job: Fit, replica: Replica) -> None:
     step.finish()
 
 
-# --- data for workers: the chief deals batches, whoever is free takes one -------------------------
+# --- data for workers: the chief deals tickets, free workers take them ----------------------------
 
 
 class BatchScheduler:
-    """A source of data, cut into tickets of at most so many `parts` a batch."""
+    """Deals the batches of a source as tickets, each batch in at most `parts` parts."""
 
     def __init__(self, source: Source, parts: int) -> None:
         self._source, self._parts = source, parts
@@ -272,7 +272,7 @@ class BatchScheduler:
 
     @property
     def dealt(self) -> int:
-        """Batches dealt in this epoch."""
+        """Return the number of batches dealt in this epoch."""
         return self._numbered if self._sent is None else self._sent.dealt
 
     def open(self, worker: Client, number: int, limit: int | None) -> None:
@@ -294,7 +294,7 @@ class BatchScheduler:
         self._sent.fill()
 
     def open_epoch(self, epoch: int, limit: int | None) -> None:
-        """As the chief: begin an epoch of several segments, or go on with it."""
+        """As the chief: begin or continue an epoch of several segments."""
         self._sent, self._first = None, self._source.journal.seen
         left = None if limit is None else limit - self._first
         if left == 0:
@@ -312,5 +312,5 @@ class BatchScheduler:
             self._sent.fill()
 
     def portion(self, work: Assignment, first: int) -> Portion:
-        """The rows of a ticket; `first` is the number of the training's first epoch."""
+        """Return the rows of a ticket; `first` is the number of the training's first epoch."""
         return self._source.part(first + work.epoch - 1, work.ticket, work.payload)

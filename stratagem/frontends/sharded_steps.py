@@ -1,7 +1,7 @@
-"""Steps of a sharded strategy.
+"""Training steps of `ShardedStrategy`.
 
-SharedSet      CPU replicas of one machine: parameters, gradients and state once, in shared memory
-FullySharded   between machines and on GPUs: each replica has its rows, by torch's fully_shard
+SharedSet      CPU replicas of one machine: all tensors are shared in memory
+FullySharded   several machines, and GPUs: each replica has its rows, by torch's fully_shard
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stratagem.training.sharded_exchange import ShardedExchange
 
 
 class SharedSet(Sliced):
-    """The step of `Sliced` with one shared set of gradients, to which backward adds."""
+    """The step of `Sliced` with one shared set of gradients, to which every backward pass adds."""
 
     placed_gradients = FactoredGradients
     sliced_update = ShardedUpdate
@@ -40,7 +40,7 @@ class SharedSet(Sliced):
         super().__init__(training._replace(settings=settings), replica)
 
     def arm(self, apply: bool) -> None:
-        """What would be accumulated here is added to the sum at once."""
+        """Do nothing: backward adds to the shared sum, so no gradient is accumulated here."""
 
     def _gradients(self, portion: Portion) -> tuple[Any, Any]:
         if self._waiting == 1:
@@ -51,15 +51,15 @@ class SharedSet(Sliced):
 
 
 class FullySharded(Dealt):
-    """Each replica has its rows of parameters, gradients and state (training/layer_shards.py).
+    """The step of a replica that holds its rows of every layer (training/layer_shards.py).
 
-    fully_shard takes the mean over replicas, and the gradient of the global loss is a sum over
-    them: so each share's part of that loss counts as often as there are replicas.
+    The gradient of the global loss is a sum over replicas, but fully_shard averages. So each
+    share's loss is multiplied by the number of replicas.
     """
 
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training, replica)
-        self._borrows = True  # layers meet when they gather their parameters
+        self._borrows = True  # gathering parameters is collective, so every replica needs a row
         self.shards = LayerShards(training.module, training.optimizer, replica)
         self._run = self.shards.run
         try:
@@ -68,7 +68,7 @@ class FullySharded(Dealt):
         except BaseException:
             self.shards.leave()
             raise
-        self._proven = False
+        self._checked = False
 
     def take(self, portion: Portion, last: bool) -> None:
         self.shards.leave_home()
@@ -80,8 +80,10 @@ class FullySharded(Dealt):
     def _finish(self, portion: Portion, numerator: Any, denominator: Any) -> None:
         gradients = self.shards.gradients()
         has = [float(gradient is not None) for gradient in gradients]
-        above, below, *counts = self._add_all([float(numerator), float(denominator), *has])
-        self._prove(counts)
+        above, below, *counts = self._sum_over_replicas(
+            [float(numerator), float(denominator), *has]
+        )
+        self._check_counts(counts)
         mine = [gradient for gradient in gradients if gradient is not None]
         if self.recipe.accumulate == 1:
             self.tally.add(ratio(above, below), portion.total)
@@ -91,14 +93,14 @@ class FullySharded(Dealt):
         self._clip(mine)
         self.shards.step(gradients)
 
-    def _add_all(self, numbers: list[float]) -> list[float]:
+    def _sum_over_replicas(self, numbers: list[float]) -> list[float]:
         kind = torch.float64 if self.shards.doubles else torch.float32
         flat = torch.tensor(numbers, dtype=kind, device=self.device)
         self.replica.collective.all_reduce(flat).wait()
         return flat.tolist()
 
-    def _prove(self, counts: list[float]) -> None:
-        """Gradients have arrived, and everybody has those of the same parameters."""
+    def _check_counts(self, counts: list[float]) -> None:
+        """Raise if no gradient arrived, or replicas have gradients of different parameters."""
         for piece, count in zip(self.shards.pieces, counts, strict=True):
             if count not in (0.0, self.replica.count):
                 raise NotDistributable(
@@ -106,19 +108,19 @@ class FullySharded(Dealt):
                     f"{self.replica.count} replicas, and torch's fully_shard cannot add these up; "
                     "use every parameter for every batch, or MirroredStrategy."
                 )
-        if not self._proven and not any(counts):
+        if not self._checked and not any(counts):
             raise NotDistributable(
                 "no parameter had a gradient after the first backward pass: the module's forward "
                 "does not use the parameters that torch's fully_shard has divided; use "
                 "MirroredStrategy."
             )
-        self._proven = True
+        self._checked = True
 
     def _clip(self, gradients: list[Tensor]) -> None:
         recipe = self.recipe
         if recipe.clip_norm is not None:
             squares = sum(float(g.double().square().sum()) for g in gradients)
-            norm = self._add_all([squares])[0] ** 0.5
+            norm = self._sum_over_replicas([squares])[0] ** 0.5
             if not norm <= recipe.clip_norm:
                 for gradient in gradients:
                     gradient.mul_(recipe.clip_norm / (norm + 1e-6))
@@ -147,7 +149,7 @@ class FullySharded(Dealt):
 def refuse_undivided(
     module: nn.Module, optimizer: Optimizer, recipe: Recipe, replica: Replica
 ) -> None:
-    """Refuse what torch's fully_shard, or an optimizer of rows, would not do as one device does."""
+    """Raise if fully_shard, or an optimizer of rows, cannot give the result of one device."""
     refuse_half(recipe)
     check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")
     if recipe.jit_compile:
@@ -169,7 +171,7 @@ def refuse_undivided(
 
 
 def refuse_half(recipe: Recipe) -> None:
-    """Refuse float16, which needs a gradient scaler."""
+    """Raise for float16, which needs a gradient scaler."""
     if recipe.autocast is torch.float16:
         raise NotDistributable(
             'precision="float16" unscales whole gradients, of which a replica of ShardedStrategy '
@@ -178,7 +180,7 @@ def refuse_half(recipe: Recipe) -> None:
 
 
 def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
-    """Refuse what CPU replicas cannot train in slices of one shared set."""
+    """Raise if CPU replicas cannot train the model in slices of one shared set."""
     params = {name: p for name, p in module.named_parameters() if p.requires_grad}
     refuse_half(recipe)
     for name, param in params.items():
@@ -191,7 +193,7 @@ def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> 
 
 
 def sharded_step(training: Training, replica: Replica) -> OneDevice:
-    """Choose the step: shared memory on the CPUs of a machine, else torch's fully_shard."""
+    """Return the step: shared memory on the CPUs of one machine, else torch's fully_shard."""
     module, optimizer, recipe, _ = training
     if replica.collective.shares_memory:
         refuse_unshared(module, optimizer, recipe)

@@ -1,12 +1,13 @@
-"""Data as global batches, of which a replica draws its share. What users give becomes one of these
-in inputs.py; nobody else asks what it was.
+"""Sources of data: global batches, of which each replica draws its share.
 
-ArraySource      arrays: every replica indexes its own rows; shuffled from one seed
-DatasetSource    rows by number, through a DataLoader whose sampler deals out shares
-StreamSource     batches one after another: the chief reads, every replica keeps its share
+inputs.py turns what users give into one of these:
 
-With parameter servers the chief deals batches out, and whoever is free takes one: of arrays only
-the number of a batch travels, of datasets the indices of its rows, of streams the rows.
+ArraySource      arrays: every replica indexes its own rows, shuffled by a common seed
+DatasetSource    numbered rows, read by a DataLoader whose sampler gives each replica its share
+StreamSource     an iterable of batches: the chief reads, every replica keeps its share
+
+With parameter servers, the chief deals batches as tickets and each free worker takes one. A ticket
+carries the number of a batch for arrays, its row indices for datasets, its rows for streams.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _RESIDENT_BYTES = 1 << 30
 
 @dataclass(slots=True)
 class Portion:
-    """A replica's share of one global batch; a borrowed row stands in for an empty share."""
+    """A replica's share of one global batch; an empty share has one row that is not counted."""
 
     x: Any
     y: Any
@@ -65,7 +66,7 @@ class Portion:
 
 
 class UnreadPortion(Portion):
-    """A share whose rows are read at first use: a standby skips nearly all of them."""
+    """A share whose rows are read at first use, since a standby skips almost all shares."""
 
     __slots__ = ("_read",)
 
@@ -80,17 +81,17 @@ class UnreadPortion(Portion):
 
 
 class Source:
-    """Global batches of data."""
+    """A source of global batches."""
 
-    #: batches an epoch, None if unknown
+    #: batches per epoch; None if unknown
     steps: int | None
-    #: whether an epoch goes on where the last one stopped instead of starting anew (a generator)
+    #: whether an epoch continues where the last one stopped (a generator) instead of starting over
     once: bool = False
-    #: what shuffles, where every process shuffles by itself: all take over the chief's
+    #: the shuffling seed where every process shuffles by itself; all use the chief's
     seed: int | None = None
-    #: whether an epoch is sure to have so many `steps`
+    #: whether every epoch has exactly `steps` batches
     certain: bool = False
-    #: whether every process has all rows in memory, and the order of them
+    #: whether every process has all rows and their order in memory
     in_memory: ClassVar[bool] = False
 
     @cached_property
@@ -98,60 +99,60 @@ class Source:
         """The journal of the present pass, from which another process can continue it."""
         return PassJournal(once=self.once)
 
-    #: whether workers that read get their seed in the first pass only
+    #: whether DataLoader workers are seeded in the first pass only
     seeds_once: bool = False
 
     def dice(self) -> list[torch.Generator]:
-        """Generators that order the data besides torch's own."""
+        """Return the generators that order the data, besides torch's default one."""
         return []
 
     def portions(self, replica: Replica, epoch: int) -> Iterator[Portion]:
-        """This replica's shares, in order. Collective where the source needs it."""
+        """Yield this replica's shares, in order. Collective for some sources."""
         raise NotImplementedError
 
     def known_input(self) -> Any:
-        """An input of the model, of one or more batches; None before a batch is read."""
+        """Return an input of the model; None if no batch has been read."""
         return None
 
     def whole(self, replica: Replica, epoch: int) -> Iterator[Portion]:
-        """Whole batches on every replica; the chief reads them. Collective."""
+        """Yield whole batches on every replica; the chief reads them. Collective."""
         if not replica.is_chief:
             self.journal.leave()
-            while (told := broadcast_tree(replica.collective)) is not None:
-                yield Portion(*told)
+            while (message := broadcast_tree(replica.collective)) is not None:
+                yield Portion(*message)
             return
         for portion in self.portions(_reader(replica), epoch):
-            told = [portion.x, portion.y, portion.weight, portion.examples, portion.total]
-            broadcast_tree(replica.collective, told)
+            message = [portion.x, portion.y, portion.weight, portion.examples, portion.total]
+            broadcast_tree(replica.collective, message)
             yield portion
         broadcast_tree(replica.collective, None)
 
     def leave(self, ordering: Ordering) -> None:
-        """Skip an epoch that was finished before this source was resumed."""
+        """Skip an epoch that had finished before training was resumed."""
         self.journal.leave()
 
     def part(self, epoch: int, ticket: Ticket, payload: Any) -> Portion:
-        """The rows of a ticket, which came with `payload`."""
+        """Return the rows of a ticket and its `payload`."""
         raise NotImplementedError
 
     def sizes(self, limit: int | None) -> list[tuple[int, int]] | None:
-        """Runs of batches of an epoch and how many rows each has; None where `cuts` tell."""
+        """Return an epoch's (batches, rows per batch) in order; None if `cuts` must be read."""
         return None
 
     def cuts(self) -> Iterator[Cut]:
-        """As the chief: batches of an epoch, each to be cut into what travels with its tickets."""
+        """As the chief: return an epoch's batches, as functions that make the tickets' payloads."""
         raise NotImplementedError
 
     def numbered(self, epoch: int) -> Iterator[Cut]:
-        """The batches of an epoch that are left, where every ticket says which epoch it is of."""
+        """Return an epoch's remaining batches, whose tickets carry the epoch's number."""
         return self.cuts()
 
     def look(self, label: str) -> Look:
-        """The properties that must be the same on every worker."""
+        """Return the properties that must be equal on every worker."""
         raise NotImplementedError
 
     def for_followers(self) -> Source:
-        """A copy without what only the chief reads."""
+        """Return a copy without the data that only the chief reads."""
         return self
 
     def agree(self, replica: Replica) -> None:
@@ -160,7 +161,7 @@ class Source:
             self.seed = broadcast_tree(replica.collective, self.seed)
 
     def check_enough(self, drawn: int, asked: int | None, epoch: int) -> None:
-        """An epoch without data, or a generator without enough of it, is no epoch."""
+        """Raise if an epoch got no batch, or a generator ended early."""
         if drawn and not (self.once and asked is not None and drawn < asked):
             return
         got = f"{drawn or 'none'} of its {asked} batches" if asked is not None else "no batch"
@@ -173,7 +174,7 @@ class Source:
 
 @dataclass
 class ArraySource(Source):
-    """Tensors, or trees of them, indexed in place."""
+    """Tensors, or trees of tensors, indexed in place."""
 
     in_memory: ClassVar[bool] = True
     x: Any
@@ -184,7 +185,7 @@ class ArraySource(Source):
     seed: int = 0
     length: int = field(init=False)
     steps: int = field(init=False)
-    #: the epoch whose order was drawn last for a ticket, and that order
+    #: the last epoch that a ticket was of, and its order
     _drawn: tuple[int, Tensor | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -228,7 +229,7 @@ class ArraySource(Source):
         return Portion(x, y, weight, end - start, total)
 
     def _order(self, epoch: int) -> Tensor | None:
-        """The same permutation whatever the number of replicas."""
+        """Return the order of the rows, which does not depend on the number of replicas."""
         if not self.shuffle:
             return None
         dice = torch.Generator().manual_seed((self.seed + 7919 * epoch) % 2**63)
@@ -246,7 +247,7 @@ class ArraySource(Source):
         return (partial(_of_epoch, epoch, total) for total in rows[first:])
 
     def split(self, at: int) -> tuple[ArraySource, ArraySource]:
-        """The rows before `at`, and the others."""
+        """Split into the rows before `at` and the rows from `at` on."""
         data = {"x": self.x, "y": self.y, "weight": self.weight}
         first = {name: rows_at(part, slice(at)) for name, part in data.items()}
         last = {name: rows_at(part, slice(at, None)) for name, part in data.items()}
@@ -320,7 +321,7 @@ class StreamSource(Source):
             yield portion_of(*own_rows(batch, replica.count, replica.index))
 
     def leave(self, ordering: Ordering) -> None:
-        if self.once:  # what is left of it comes in the next epoch
+        if self.once:  # the next epoch continues the same iterator
             with ordering():
                 self.journal.begin([])
                 for _ in islice(self.batches, self.journal.skip()):
@@ -343,7 +344,7 @@ class StreamSource(Source):
 
 
 def _reader(replica: Replica) -> Replica:
-    """A replica that reads whole batches, in the chief's order."""
+    """Return a replica of one, which reads whole batches in the chief's order."""
     reader = alone(replica)
     reader.streams = replica.streams
     return reader
@@ -354,12 +355,12 @@ def _of_epoch(epoch: int, total: int, parts: int) -> list[dict[str, Any]]:
 
 
 def portion_of(batch: Any, examples: int, total: int) -> Portion:
-    """A batch as a portion of `examples` rows, of the `total` that all parts have."""
+    """Return a batch as the portion of `examples` rows of a global batch of `total` rows."""
     return Portion(*unpack(batch), examples, total)
 
 
 def unpack(batch: Any) -> tuple[Any, Any, Any]:
-    """(x), (x, y) or (x, y, sample weight)."""
+    """Return (x, y, sample weight) of a batch, with None for missing parts."""
     if isinstance(batch, list | tuple) and not isinstance(batch, PackedSequence):
         if len(batch) in (1, 2, 3):
             x, y, weight = (*batch, None, None)[:3]
@@ -372,8 +373,8 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def rows_at(tree: Any, chosen: slice | Tensor) -> Any:
-    """The chosen rows of every tensor in a tree."""
-    if tree is None:  # on the hot path, mostly instead of weights
+    """Return the chosen rows of every tensor in a tree."""
+    if tree is None:  # the usual sample weights, on the hot path
         return None
     if not isinstance(tree, Tensor):
         return map_parts(lambda part: rows_at(part, chosen), tree)

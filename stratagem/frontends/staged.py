@@ -1,9 +1,9 @@
 """A training step through the stages of a pipeline, with the result of one device.
 
 Every device has the whole batch, or its row's share (training/mesh_grid.py), and runs its own
-layers on one microbatch after another. The model lies in shared memory; between machines each has
-its own part (state/parted_model.py). The loss is divided by the whole batch's denominator, so
-microbatches may differ in size. Each device steps the optimizer on its own parameters.
+layers on one microbatch after another. The model is in shared memory; over several machines, each
+process holds its own part (state/parted_model.py). The loss is divided by the whole batch's
+denominator, so microbatches may differ in size. Each device updates its own parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from stratagem.training.stage_plan import (
 )
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
-#: settings, rows, modes of modules and names of layers that a plan was made for
+#: what a plan depends on: settings, rows, modes of modules and names of layers
 _PlanKey = tuple[Pipeline, int, tuple[bool, ...], tuple[str, ...]]
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
     weakref.WeakKeyDictionary()
@@ -54,7 +54,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, tuple[_PlanKey, StagePlan]] = (
 
 
 def check(job: Fit, devices: int) -> None:
-    """Refuse what a pipeline cannot do as one device does, before anything is started."""
+    """Raise, before anything starts, if a pipeline cannot give the result of one device."""
     pipeline, recipe = job.settings.pipeline, job.recipe
     assert pipeline is not None
     devices //= pipeline.data
@@ -78,7 +78,7 @@ def check(job: Fit, devices: int) -> None:
 
 
 class Staged(OneDevice):
-    """One device of a pipeline, or of one row of several."""
+    """The step of one device of a pipeline, or of one row of a mesh."""
 
     def __init__(self, training: Training, replica: Replica) -> None:
         module, optimizer, _, settings = training
@@ -98,21 +98,21 @@ class Staged(OneDevice):
     # --- set-up -----------------------------------------------------------------------------
 
     def _begin(self, batch: Portion) -> OpenStage:
-        """Trace, measure and split, with the first batch at hand. Collective."""
+        """Trace the model on the first batch, measure and split its layers. Collective."""
         graph = trace(self.module, batch.x)
         self._inputs = [str(node.target) for node in graph.inputs]
         criterion = getattr(self.recipe.loss, "function", None)
-        in_loss: set[Tensor] = set()  # a loss may have parameters that are the model's, too
+        in_loss: set[Tensor] = set()  # parameters that the loss shares with the model
         if isinstance(criterion, nn.Module):
             in_loss = {*criterion.parameters(), *criterion.buffers()}
-        split = self._in_parts if self._pipeline.columns is None else self._in_columns
+        split = self._split_layers if self._pipeline.columns is None else self._split_columns
         opened = split(graph, batch, in_loss)
         self._owned = [p for p in self._params if p in opened.owned]
         self._home.own(opened.owned, opened.used)
         return opened
 
-    def _in_parts(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
-        """Cut by layers, as the first device of all plans it for its share. Collective."""
+    def _split_layers(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
+        """Split by layers, as rank 0 plans it for its own share. Collective."""
         check_layers(graph, self._pipeline, self.replica.count)
         mine = None
         if self.grid.everybody.rank == 0:
@@ -121,8 +121,8 @@ class Staged(OneDevice):
         self._microbatches, firsts = broadcast_tree(self.grid.everybody, mine)
         return open_stages(graph, firsts, self.replica, self._params, self.autocast, in_loss)
 
-    def _in_columns(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
-        """Cut recurrent layers, and their sequence in chunks of time. Collective."""
+    def _split_columns(self, graph: LayerGraph, batch: Portion, in_loss: set[Tensor]) -> OpenStage:
+        """Split recurrent layers, and their sequence into chunks of time. Collective."""
         place, chunks = self.replica, self._pipeline.columns
         plan = plan_columns(graph, place.count)
         assert chunks is not None
@@ -167,8 +167,8 @@ class Staged(OneDevice):
     def take(self, portion: Portion, last: bool) -> None:
         batch = self.here(portion)
         modes = [*(part.training for part in self.module.modules()), self.followed()]
-        if self._opened is None or modes != self._modes:  # the trace holds for these modes
-            if self._opened is not None:  # another cut may give a device what it did not own
+        if self._opened is None or modes != self._modes:  # a trace is valid for these modes only
+            if self._opened is not None:  # another split moves parameters between devices
                 self.bring_home()
                 setup.align_state(self.optimizer, self.replica)
             self._opened, self._modes = self._begin(batch), modes
@@ -195,14 +195,14 @@ class Staged(OneDevice):
         self._finish(batch.total, pieces.loss() if opened.is_last else None, apply=apply)
 
     def _finish(self, total: int, loss: float | None, *, apply: bool) -> None:
-        """Exchange the loss and the norm, update, and wait until all replicas have."""
+        """Exchange the loss and the norm, update, and wait for all replicas."""
         norm = apply and self.recipe.clip_norm is not None
         square = self._square() if norm else 0.0
         found = gather_tree(self.grid.everybody, [loss, square])
         self.tally.add(sum(loss for loss, _ in found if loss is not None), total)
         if not apply:
             return
-        if norm:  # every row has the whole gradient
+        if norm:  # each row of the mesh has the whole gradient
             self._clip(math.sqrt(sum(square for _, square in self.grid.own(found))))
         self._step()
 
@@ -220,10 +220,10 @@ class Staged(OneDevice):
         return float(sum(found))
 
     def _clip(self, norm: float) -> None:
-        """torch.nn.utils.clip_grad_norm_ with the norm over all devices."""
+        """Clip like torch.nn.utils.clip_grad_norm_, by the norm over all devices."""
         limit = self.recipe.clip_norm
         assert limit is not None
-        if not norm <= limit:  # also if it is NaN
+        if not norm <= limit:  # also if the norm is NaN
             for param in self._owned:
                 if param.grad is not None:
                     param.grad.mul_(limit / (norm + 1e-6))
@@ -246,7 +246,7 @@ class Staged(OneDevice):
 
 
 def in_order(names: Sequence[str], x: Any) -> list[Any]:
-    """The inputs in a batch, as a list of arguments."""
+    """Return the inputs of a batch as a list of arguments."""
     if isinstance(x, dict):
         return [x[name] for name in names]
     several = isinstance(x, list | tuple) and not hasattr(x, "_fields")
@@ -254,7 +254,7 @@ def in_order(names: Sequence[str], x: Any) -> list[Any]:
 
 
 def share_of_row(batch: Portion, grid: MeshGrid) -> Portion:
-    """The rows of a batch that this row of pipelines takes."""
+    """Return the share of a batch that this row of the mesh computes."""
     if not grid.has_rows:
         return batch
     first, end = grid.share(batch.total)

@@ -1,14 +1,14 @@
-"""Which parts of a model and its optimizer have changed since all processes agreed.
+"""Tracks which parts of a model and its optimizer have changed since all processes agreed.
 
 A tracker remembers a state (`mark`) and later returns the differences from it (`changes`):
 
     TensorTracker      tensors, by version and memory; `closely`: by content, too
-    AttributeTracker   attributes of some objects, a module's mode among them
-    KeptState          an optimizer's state that servers keep
+    AttributeTracker   attributes of some objects, such as a module's mode
+    KeptState          an optimizer's state that servers hold
 
-`layout`, `requires_grad`, `state_of` and `snapshot` describe things that are only compared;
-`difference` names what differs. Callbacks of `fit`, custom loops, Keras' drivers, servers and
-standbys use these at the boundary of a step.
+`layout`, `requires_grad`, `state_of` and `snapshot` return descriptions to compare; `difference`
+returns the keys that differ. Callbacks of `fit`, custom loops, Keras' drivers, servers and standbys
+use these between two steps.
 """
 
 from __future__ import annotations
@@ -30,30 +30,34 @@ Change = tuple[int, str, Any]
 #: types that are compared by value
 PLAIN = frozenset({bool, int, float, str, type(None)})
 _COLLECTIONS = (list, tuple, dict, set, frozenset)
-_MOST = 256  # the longest list or dict that is sent; longer ones are data
+_MOST = 256  # the longest list or dict that is sent; longer ones are taken for data
 #: attributes that every module has
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _NOT = object()
-_FEW = 1 << 16  # fewer bytes are hashed faster than four sums take
+_FEW = 1 << 16  # below so many bytes, a hash is faster than four sums
 
 
 class TensorTracker:
-    """Tells which tensors were written to since the mark, or given other memory."""
+    """Tells which tensors were written to, or moved to other memory, since the mark."""
 
     def __init__(self, tensors: Sequence[Tensor] = (), *, closely: bool = False) -> None:
         self._tensors = tensors
         self.mark(closely=closely)
 
     def mark(self, tensors: Sequence[Tensor] | None = None, *, closely: bool = False) -> None:
-        """Remember the tensors as they are; `closely`: their content, too, so that writes past
-        autograd (`p.data`) are seen."""
+        """Remember the tensors as they are.
+
+        `closely`: remember their content, too, to see writes that autograd does not (`p.data`).
+        """
         self._tensors = self._tensors if tensors is None else tensors
         self._digests = [digest(t) for t in self._tensors] if closely else None
         self._marks = {id(t): _place(t) for t in self._tensors}
 
     def changes(self, tensors: Sequence[Tensor] | None = None) -> list[int]:
-        """Return the positions of tensors that have changed. A tensor unknown at the mark counts if
-        it was ever written to; after a close mark, always."""
+        """Return the positions of tensors that have changed since the mark.
+
+        A new tensor counts if it was ever written to, and always after a close mark.
+        """
         known, closely = self._marks, self._digests is not None
         found = [
             i
@@ -63,7 +67,7 @@ class TensorTracker:
         return [*found, *self._slipped()] if closely else found
 
     def _slipped(self) -> list[int]:
-        """Return closely marked tensors whose content changed unseen by autograd."""
+        """Return the positions of tensors whose content changed unseen by autograd."""
         known, digests = self._marks, self._digests or ()
         return [
             i
@@ -82,8 +86,11 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 class AttributeTracker:
-    """Attributes of some objects that can be sent: plain values and tensors; with `nested` also
-    short lists, tuples and dicts (with string keys) of these."""
+    """Tracks attributes of objects that can be sent to other processes.
+
+    These are plain values and tensors; with `nested` also short lists, tuples and dicts (with
+    string keys) of them.
+    """
 
     def __init__(
         self, objects: Sequence[Any], but: Collection[str] = (), *, nested: bool = False
@@ -93,7 +100,7 @@ class AttributeTracker:
 
     def mark(self) -> None:
         """Remember the attributes as they are."""
-        #: comparable with another tracker's
+        #: may be compared with another tracker's
         self.seen = self._look()
 
     def changes(self) -> list[Change]:
@@ -132,8 +139,11 @@ class AttributeTracker:
 
 
 def snapshot(value: Any, other: Callable[[Any], Any], *, sendable: bool = False) -> Any:
-    """Return what tells later whether a value is still the same: the content of collections, and
-    `other(value)` of what is not plain. `sendable`: _NOT for collections that cannot be sent."""
+    """Return a description of a value, which differs after the value has changed.
+
+    Collections are described by their content, and values that are not plain by `other(value)`.
+    `sendable`: return _NOT for collections that cannot be sent.
+    """
     if type(value) in PLAIN:
         return value
     if not isinstance(value, _COLLECTIONS) or (sendable and not _sendable(value)):
@@ -189,7 +199,7 @@ def parts_of(*modules: nn.Module) -> list[nn.Module]:
 
 
 def module_attributes(*modules: nn.Module) -> AttributeTracker:
-    """Track the attributes of modules and their parts: `training`, and those not torch's own."""
+    """Track `training` and all attributes that are not torch's own, of modules and submodules."""
     return AttributeTracker(parts_of(*modules), MODULE_ATTRIBUTES - {"training"}, nested=True)
 
 
@@ -198,7 +208,7 @@ def requires_grad(module: nn.Module) -> list[bool]:
 
 
 def layout(module: nn.Module, *, buffers: bool = True, aliases: bool = False) -> dict[str, int]:
-    """Return the objects that a module is made of, by name; `aliases`: by all their names."""
+    """Return the ids of submodules, parameters and buffers by name; `aliases`: by all names."""
     once = not aliases
     kinds: list[Iterable[tuple[str, Any]]] = [
         module.named_modules(remove_duplicate=once),
@@ -218,8 +228,10 @@ def difference(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> list[Any]:
 def state_of(
     optimizer: Optimizer, params: Iterable[Tensor], *, versions: bool = True
 ) -> dict[tuple[int, str], Any]:
-    """Return the objects that an optimizer's state is made of, by parameter number and name;
-    `versions`: a tensor written in place counts as another."""
+    """Return a description of an optimizer's state, by parameter number and name.
+
+    `versions`: tensors that are written in place count as changed.
+    """
     state = optimizer.state
     return {
         (i, name): (id(v), version_of(v) if versions else 0) if isinstance(v, Tensor) else v
@@ -239,7 +251,7 @@ class _State(defaultdict[Any, Any]):
 
 
 class KeptState:
-    """The state of torch's optimizer over some parameters, which servers keep."""
+    """Tracks the state of a torch optimizer, which servers hold, in the worker's process."""
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         self._optimizer, self._params = optimizer, params
@@ -269,7 +281,7 @@ class KeptState:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> list[int]:
-    """Return a hash of a tensor's bits, or sums of them if they are many."""
+    """Return a hash of a tensor's bits, or several sums of them for a large tensor."""
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(bits) <= _FEW:
         hashed = hashlib.sha256(bits.cpu().numpy().tobytes()).digest()

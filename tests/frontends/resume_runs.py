@@ -1,8 +1,8 @@
-"""Trainings that are gone on with, and processes that are killed in the middle of one.
+"""Trainings that are killed and resumed, for test_resume.py.
 
-`python -m tests.frontends.resume_runs <strategy> <data> <folder> <batch>` trains with checkpoints
-and kills itself, and with it everything that it has started, after so many batches (0: not at all).
-What came of it is in `<folder>.pt`.
+`python -m tests.frontends.resume_runs <strategy> <data> <folder> <batch>` trains with checkpoints,
+and kills itself and all its child processes after that many batches (0: never). The results are
+written to `<folder>.pt`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS = -(-ROWS // BATCH)
 
 
 class Rows(Dataset[Any]):
-    """Numbered rows; each reading is noted in a file, by its epoch-wide number, and has noise."""
+    """Numbered, noisy rows; each read is logged to a file by the row's number."""
 
     def __init__(self, noise: float, log: Path | None) -> None:
         self.noise, self.log = noise, log
@@ -45,7 +45,7 @@ class Rows(Dataset[Any]):
 
 
 class Stop(sg.callbacks.Callback):
-    """Does something after so many batches of this process."""
+    """Calls `act` after a number of batches in this process."""
 
     def __init__(self, after: int, act: Any) -> None:
         self.after, self.act = after, act
@@ -67,7 +67,7 @@ _seen = 0
 
 
 def make(kind: str) -> Any:
-    """A strategy by a name: one, ring-2, shared_memory-3, sharded-2, servers-2 (workers)-1 (ps)."""
+    """Make a strategy by a name such as one, ring-2, shared_memory-3, sharded-2 or servers-2-1."""
     name, *counts = kind.split("-")
     if name == "servers":
         workers, ps = map(int, counts)
@@ -116,7 +116,7 @@ def train(
     every: int = 1,
     resume: bool = True,
 ) -> dict[str, Any]:
-    """Train to the end; what came of it, but for the time it took."""
+    """Train to the end; return the results, without times."""
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
@@ -151,7 +151,7 @@ def train(
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two trees have the same bits."""
+    """Return whether two trees are bitwise equal."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""What "accuracy" by name means: the most probable class where the loss is a cross entropy."""
+"""The metric "accuracy" takes the most probable class if the loss is a cross entropy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
 
 
 def by_hand(module: nn.Module, x: Tensor, classes: Tensor) -> float:
-    """Of classes, (rows, ...), and outputs, (rows, classes, ...)."""
+    """Return the accuracy for classes (rows, ...) and outputs (rows, classes, ...)."""
     with torch.no_grad():
         return float((module(x).argmax(1) == classes).float().mean())
 
@@ -36,7 +36,7 @@ def measured(module: nn.Module, some: sg.Strategy, loss: object) -> sg.Model:
 
 
 def soft(y: Tensor) -> Tensor:
-    """As mixup makes them: no entry need be above one half."""
+    """Return class probabilities as from mixup, where the largest may be below one half."""
     dice = torch.Generator().manual_seed(1)
     others = torch.randint(0, 4, y.shape, generator=dice)
     return 0.45 * F.one_hot(y, 4) + 0.3 * F.one_hot(others, 4) + 0.0625
@@ -54,7 +54,7 @@ def test_probabilities_and_classes_on_the_same_model(some: sg.Strategy, loss: ob
 
 
 def test_fit_counts_the_most_probable_class(some: sg.Strategy) -> None:
-    """Of the outputs before each step, as a loop by hand would count them."""
+    """`fit` counts the outputs before each step, as in a loop by hand."""
     x, y = data(37)
     hand = mlp()
     optimizer = torch.optim.Adam(hand.parameters())
@@ -121,7 +121,7 @@ def test_ignored_targets_do_not_count(some: sg.Strategy, loss: str) -> None:
 
 
 def test_classes_that_come_last_are_refused(some: sg.Strategy) -> None:
-    """As a language model's: (rows, positions, classes)."""
+    """Outputs (rows, positions, classes), as of a language model, are refused."""
     torch.manual_seed(0)
     x, y = torch.randn(13, 6, 5), torch.randint(0, 4, (13, 6))
     model = measured(

@@ -1,5 +1,7 @@
-"""Callbacks around the batches of validation, `evaluate` and `predict`: any strategy shows them
-what one device would, once, and what they change counts from then on."""
+"""Callbacks around the batches of validation, `evaluate` and `predict`.
+
+With every strategy they see what one device shows, once, and their changes take effect.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def halve(module: nn.Module) -> None:
 
 
 def by_hand(module: nn.Module, x: Tensor, y: Tensor, *, halved_before: int = -1) -> list[float]:
-    """The running loss after each batch; the weights may be halved before one of them."""
+    """Return the running loss after each batch; the weights may be halved before one of them."""
     total, running = 0.0, []
     for number, start in enumerate(range(0, len(x), BATCH)):
         if number == halved_before:
@@ -62,7 +64,7 @@ def close(ours: Any, theirs: Any) -> bool:
 
 
 class Note(sg.callbacks.Callback):
-    """Writes down what is called, with what; halves the weights before one batch."""
+    """Records the calls and their arguments; halves the weights before one batch."""
 
     def __init__(self, halve_before: int = -1) -> None:
         self.seen: list[Any] = []
@@ -126,7 +128,7 @@ def test_predict(where: sg.Strategy, halved: int) -> None:
 
 
 def test_validation(where: sg.Strategy) -> None:
-    """Weights that a callback changes in mid-validation are those that are trained on."""
+    """Training continues with weights that a callback changed in mid-validation."""
     x, y = data(ROWS)
     model, note, plain = model_on(where), Note(halve_before=2), mlp()
     options: Any = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
@@ -147,7 +149,7 @@ def test_validation(where: sg.Strategy) -> None:
 
 
 class Swap(sg.callbacks.Callback):
-    """Other weights for `evaluate` and `predict` than those that are trained, as averages are."""
+    """Replaces the weights during `evaluate` and `predict`, as weight averaging does."""
 
     def on_test_begin(self, logs: Any = None) -> None:
         self.kept = copy.deepcopy(self.model.module.state_dict())
@@ -171,7 +173,7 @@ def test_other_weights_for_evaluate_and_predict(where: sg.Strategy) -> None:
 
 
 def test_a_callback_that_evaluates_and_predicts(where: sg.Strategy) -> None:
-    """Alone, while the others wait."""
+    """It runs on the chief alone, while the other replicas wait."""
     x, y = data(ROWS)
     model = model_on(where)
     seen: list[Any] = []

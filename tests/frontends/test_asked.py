@@ -1,5 +1,4 @@
-"""Arguments as a user of Keras or Lightning types them: what each means, with every strategy, and
-what is said of those that there are not."""
+"""Keras' and Lightning's arguments: each works with every strategy, or is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def model_on(where: sg.Strategy, module: nn.Module | None = None) -> sg.Model:
 
 
 def epochs_by_hand(count: int) -> list[nn.Module]:
-    """The model after each epoch."""
+    """Return the model after each epoch."""
     module, after = mlp(), []
     optimizer = sgd(module.parameters())
     for _ in range(count):
@@ -108,7 +107,7 @@ def test_initial_epoch_counts_for_validation_freq(where: sg.Strategy) -> None:
 def test_those_who_look_for_the_best_skip_epochs_without_validation(
     where: sg.Strategy, tmp_path: Path
 ) -> None:
-    """The validation is of the wrong classes, so it gets worse each time."""
+    """The validation has wrong classes, so that its loss grows with every epoch."""
     stop = sg.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
     plateau = sg.callbacks.ReduceLROnPlateau(patience=1, factor=0.5)
     best = sg.callbacks.ModelCheckpoint(tmp_path / "best", save_best_only=True)
@@ -221,7 +220,7 @@ def test_what_there_is_not(one: sg.Strategy, verb: str, options: Any, words: str
 
 
 def test_places_and_names(one: sg.Strategy) -> None:
-    """The third place is Keras' batch size, here it has a name; help() shows all of them."""
+    """The third positional argument is Keras' batch size; here it must be named."""
     with pytest.raises(sg.UsageError, match="fit takes x and y by their place, and 4 were given"):
         model_on(one).fit(X, Y, 32, 10)  # type: ignore[call-arg]
     assert "validation_freq" in inspect.signature(sg.Model.fit).parameters

@@ -1,4 +1,4 @@
-"""Callbacks in Keras' own form, as on one device."""
+"""Callbacks in Keras' own form give the results of one device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_logs_that_are_kept_stay_those_of_their_batch(two: sg.Strategy, replicas
 
 
 def test_gradients_in_callbacks_of_evaluate_and_predict(two: sg.Strategy) -> None:
-    """A map of what the output depends on, say."""
+    """A callback may compute gradients, for a saliency map say."""
     model = sg.Model(mlp(), two)
     model.compile("sgd", "cross_entropy")
     found: list[float] = []

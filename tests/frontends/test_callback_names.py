@@ -1,5 +1,4 @@
-"""Callbacks in the manner of Keras: every name is called or refused, and what they do counts as on
-one device, whatever they change."""
+"""Callbacks by Keras' names: each is called or refused, and its changes count as on one device."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def model_on(on: sg.Strategy | None, module: nn.Module | None = None, **options:
 
 
 class Thaw(sg.callbacks.Callback):
-    """The first layer learns in the second epoch alone."""
+    """Trains the first layer in the second epoch only."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         next(self.model.module.children()).requires_grad_(epoch == 1)
@@ -60,7 +59,7 @@ def test_layers_frozen_and_unfrozen_between_epochs(two: sg.Strategy, kind: Any) 
 
 
 class Swap(sg.callbacks.Callback):
-    """Validates other weights than it trains, and notes which methods were called."""
+    """Validates other weights than it trains, and records the called methods."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -131,7 +130,7 @@ def test_an_optimizer_that_gets_other_parameters(two: sg.Strategy) -> None:
 
 
 def test_another_model_is_evaluated_in_a_callback(two: sg.Strategy) -> None:
-    """A teacher, or an average, with the strategy or without one."""
+    """A callback may evaluate another model, with the strategy or without one."""
     x, y = data(24)
     teacher = mlp()
     expected = F.cross_entropy(teacher(x), y).item()
@@ -159,7 +158,7 @@ def test_another_model_is_evaluated_in_a_callback(two: sg.Strategy) -> None:
     ],
 )
 def test_which_way_is_better(monitor: str, mode: str) -> None:
-    """By what the metric says of itself, or by its name."""
+    """The direction is known from the metric, or from its name."""
     stop = sg.callbacks.EarlyStopping(monitor, patience=1)
     model = model_on(
         None,
@@ -205,7 +204,7 @@ def test_a_plateau_begins_anew_with_each_fit() -> None:
 def test_who_reads_while_the_chief_writes_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two files are renamed one after the other: in between they are of two savings."""
+    """The two files are renamed in turn, so that for a moment they are of different saves."""
     model = model_on(None)
     model.save(tmp_path / "m")
     old = (tmp_path / "m.state.pt").read_bytes()

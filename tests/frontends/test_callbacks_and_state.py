@@ -1,4 +1,4 @@
-"""What callbacks see and change in mid-fit, and what is left of a fit that did not end."""
+"""What callbacks see and change in mid-fit, and the state after an interrupted fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model_on(on: sg.Strategy, module: nn.Module, **options: Any) -> sg.Model:
 def both(
     two: sg.Strategy, train: Callable[[sg.Strategy], nn.Module], *, shared: bool = True
 ) -> float:
-    """How far two replicas end from one; both must have computed rows, and weights have moved."""
+    """Return the distance between training on two replicas and on one; both must have trained."""
     one = strategy(1)
     try:
         expected, alone = spread.watched(lambda: train(one))
@@ -108,7 +108,7 @@ def test_a_buffer_changed_behind_autograds_back(two: sg.Strategy) -> None:
 
 
 def test_clipping_with_an_optimizer_of_some_parameters(two: sg.Strategy) -> None:
-    """Gradients of the others count in the norm, of one batch alone."""
+    """Gradients of parameters outside of the optimizer count in the norm, for one batch only."""
     x, y = data(50)
 
     def train(on: sg.Strategy) -> nn.Module:
@@ -132,7 +132,7 @@ def test_clipping_with_an_optimizer_of_some_parameters(two: sg.Strategy) -> None
 
 
 def test_callbacks_find_the_whole_state_at_any_step(two: sg.Strategy, tmp_path: Path) -> None:
-    """One's own that saves, and the shipped one between two epochs' ends."""
+    """Both for a callback that saves, and for ModelCheckpoint in mid-epoch."""
     x, y = data(64)
     seen: list[tuple[float, int]] = []
 
@@ -161,7 +161,7 @@ def test_callbacks_find_the_whole_state_at_any_step(two: sg.Strategy, tmp_path: 
 
 
 class Boom(sg.callbacks.Callback):
-    """Somebody presses Ctrl-C at the third batch, or a callback fails."""
+    """Raises KeyboardInterrupt, or an error, at the third batch."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -182,7 +182,7 @@ class Boom(sg.callbacks.Callback):
 def test_after_a_fit_that_broke_off_the_next_one_goes_on(
     two: sg.Strategy, error: type[BaseException], form: Any
 ) -> None:
-    """Weights and the optimizer's state are those of the last step."""
+    """The next fit continues from the weights and optimizer state of the last step."""
     x, y = data(80)
 
     def train(on: sg.Strategy) -> nn.Module:
@@ -247,7 +247,7 @@ def test_momentum_in_another_memory_format(two: sg.Strategy) -> None:
 
 
 class Noisy(nn.Module):
-    """Draws random numbers, as many as it has rows, and makes nothing of them."""
+    """Draws random numbers for its rows, without using them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ def test_dropout_differs_from_fit_to_fit_and_follows_the_seed(two: sg.Strategy) 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("when", ["on_epoch_end", "on_train_batch_end"])
 def test_evaluate_in_a_callback_disturbs_nothing(count: int, when: str, two: sg.Strategy) -> None:
-    """It is the model's own answer at that moment, and the training is the same without it."""
+    """It evaluates the present model, and training is the same without it."""
     x, y = data(40)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     seen: list[tuple[float, float]] = []
@@ -331,7 +331,7 @@ def test_evaluate_in_a_callback_disturbs_nothing(count: int, when: str, two: sg.
 
 
 class Flag(sg.callbacks.Callback):
-    """Has something to do at the first batch of an epoch, and counts trainings."""
+    """Counts trainings, and has a flag for the first batch of an epoch."""
 
     def __init__(self) -> None:
         self.fresh, self.trainings = False, 0
@@ -341,7 +341,7 @@ class Flag(sg.callbacks.Callback):
 
 
 def test_what_is_back_at_its_first_value_is_put_back() -> None:
-    """Also if `on_epoch_begin`, run once more, has changed it."""
+    """A state equal to its first value is restored, too, after `on_epoch_begin` changed it."""
     states = CallbackStates([flag := Flag()])
     saved = states.saved()
     flag.fresh, flag.new = True, 1  # type: ignore[attr-defined]
@@ -361,7 +361,7 @@ def test_what_was_learned_in_an_earlier_training_goes_to_another_process() -> No
 
 
 class Average(sg.callbacks.Callback):
-    """Has a model and an array of its own, and knows what is trained."""
+    """Has its own model and array, and references to the model and optimizer in training."""
 
     def __init__(self, trained: Any) -> None:
         self.average, self.total = nn.Linear(2, 1), np.zeros(3)
@@ -369,7 +369,7 @@ class Average(sg.callbacks.Callback):
 
 
 class Own(sg.callbacks.Callback):
-    """Says itself what it remembers."""
+    """Has its own `state_dict`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -402,7 +402,7 @@ def test_models_and_arrays_of_a_callback_go_on_and_what_is_trained_is_apart(tmp_
 
 
 class Unreadable(sg.callbacks.Callback):
-    """Puts into the history what cannot be read again; then fails by itself, or not."""
+    """Puts a value into the history that cannot be loaded again; may then fail."""
 
     def __init__(self, fails: bool) -> None:
         self.fails = fails

@@ -1,4 +1,4 @@
-"""What callbacks change of a model in mid-fit: replicas follow, or it is refused."""
+"""Changes by callbacks in mid-fit are followed by the replicas, or refused."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_replicas_follow(kind: str, two: sg.MirroredStrategy) -> None:
 
 
 def test_another_buffer_is_followed(two: sg.MirroredStrategy) -> None:
-    """Where replicas have models of their own."""
+    """A replaced buffer is followed by replicas with their own copy of the model."""
 
     class Fade(sg.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -134,7 +134,7 @@ def test_another_layer_is_refused(two: sg.MirroredStrategy) -> None:
 
 
 class Writing(nn.Module):
-    """Divides by the size that outputs have had so far."""
+    """Divides by a running mean of the outputs' size, which it keeps in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

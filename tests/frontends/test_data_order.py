@@ -1,4 +1,4 @@
-"""The order of the data: that of plain torch on one device, whatever the number of replicas."""
+"""The order of the data is that of plain torch on one device, for any number of replicas."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_on(on: sg.Strategy, module: nn.Module | None = None) -> sg.Model:
 
 
 def learn(module: nn.Module, batches: Any) -> None:
-    """One device, no library."""
+    """Train on one device, in plain torch."""
     optimizer = sgd(module.parameters())
     for x, y in batches:
         optimizer.zero_grad()
@@ -68,7 +68,7 @@ def learn(module: nn.Module, batches: Any) -> None:
 
 
 def draw() -> int:
-    """What `fit` draws before it begins."""
+    """Draw the seed that `fit` draws before it begins."""
     return int(torch.empty((), dtype=torch.int64).random_().item()) >> 2
 
 
@@ -85,7 +85,7 @@ def check(alone: nn.Module, model: sg.Model) -> None:
 
 
 class Halves(BatchSampler):
-    """A batch sampler of one's own, which draws in mid-epoch."""
+    """A custom batch sampler, which draws random numbers in mid-epoch."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -205,7 +205,7 @@ def test_a_prepared_loop_that_is_left(some: sg.Strategy, kind: str) -> None:
 
 
 def _left(loader: Any) -> Iterator[Any]:
-    """Three batches; a fourth is looked at."""
+    """Yield three batches, and leave the loop at the fourth."""
     for number, batch in enumerate(loader):
         if number == 3:
             return
@@ -213,7 +213,7 @@ def _left(loader: Any) -> Iterator[Any]:
 
 
 def firsts(on: sg.Strategy, loader: DataLoader[Any]) -> list[list[int]]:
-    """The first row of each share, and how many there are."""
+    """Return the first row and the number of rows of each share."""
     replica = sg.current_replica()
     return [[int(batch[0]), replica.share.examples] for batch in on.prepare(loader)]
 
@@ -240,7 +240,7 @@ def test_more_batches_than_one_message_holds(some: sg.Strategy, drop_last: bool)
 
 
 class Told(Sampler[int]):
-    """Rows that the loop itself decides on."""
+    """A sampler of rows that the training loop sets."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -275,7 +275,7 @@ def test_a_sampler_that_the_loop_feeds(some: sg.Strategy) -> None:
 
 
 class Noisy(Dataset[Any]):
-    """Draws for each row; what is drawn changes nothing."""
+    """Draws a random number for each row, without using it."""
 
     def __len__(self) -> int:
         return len(X)
@@ -285,7 +285,7 @@ class Noisy(Dataset[Any]):
 
 
 class Sampling(nn.Module):
-    """Draws in forward, too, without any effect but on its second output."""
+    """Draws random numbers in forward, which affect only the outputs of evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def test_validation_draws_as_in_a_plain_loop(some: sg.Strategy) -> None:
 
 
 class Look(sg.callbacks.Callback):
-    """Predicts in the middle of a training."""
+    """Calls `predict` in mid-training."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.model.predict(X, verbose=0)
@@ -433,7 +433,7 @@ class Texts(Dataset[Any]):
 
 
 class Named(UserDict[str, Any]):
-    """As tokenizers of Hugging Face return them."""
+    """A batch type like that of Hugging Face's tokenizers."""
 
 
 def time_major(batch: Any) -> Any:
@@ -502,7 +502,7 @@ def test_a_dealt_batch_has_as_many_rows_as_indices() -> None:
 
 
 def count(on: sg.Strategy, collate: Any = None) -> list[int]:
-    """Rows of training and of a test in the middle of it, as this replica counts them."""
+    """Return this replica's counts of rows in training, and in a test loop within it."""
     dataset: Any = Texts() if collate else TensorDataset(X[:21], Y[:21])
     loader = DataLoader(dataset, batch_size=8, collate_fn=collate)
     module = Reader() if collate else net()

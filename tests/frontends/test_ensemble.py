@@ -1,5 +1,4 @@
-"""`sg.Ensemble` is numpy's mean of its members' probabilities, or their votes, and says when it is
-worse."""
+"""`sg.Ensemble` answers by the mean of its members' probabilities, or by their votes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Digits(nn.Module):
-    """A class that any process can make again from one flag."""
+    """A module that any process can build from one flag."""
 
     def __init__(self, units: int) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ def test_votes(models: list[sg.Model], digits: tuple[Any, Any]) -> None:
 
 
 def test_members_are_spread_over_replicas(digits: tuple[Any, Any]) -> None:
-    """The same answer as on one device, from members of two replicas."""
+    """Members of two replicas give the answer of one device."""
     model = trained(8, digits, replicas=2)
     x = digits[0][1000:]
     got = sg.Ensemble([model, model]).predict(x, batch_size=64)
@@ -97,7 +96,7 @@ def test_members_are_spread_over_replicas(digits: tuple[Any, Any]) -> None:
 
 
 class Noting(nn.Module):
-    """Leaves a file for each process that computes it."""
+    """Touches a file for each process in which it runs."""
 
     def __init__(self, path: Path, inner: nn.Module) -> None:
         super().__init__()
@@ -121,7 +120,7 @@ class NotingLayer(keras.layers.Layer):  # type: ignore[misc]
 def test_members_on_several_devices(
     models: list[sg.Model], digits: tuple[Any, Any], tmp_path: Path
 ) -> None:
-    """Each computes where it should, and nowhere else; all answer as on one device."""
+    """Each member runs on its device only, and the answer is that of one device."""
     x, y = digits[0][1000:], digits[1][1000:]
     own = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     layer = NotingLayer()
@@ -225,7 +224,7 @@ def test_two_classes_by_one_number(columns: tuple[int, ...]) -> None:
 
 
 class Chances(nn.Module):
-    """Between 0 and 1, and no probabilities of classes."""
+    """Outputs between 0 and 1 that are no class probabilities."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(x)

@@ -1,4 +1,4 @@
-"""Hooks of the user's on parameters and on the optimizer: never lost in silence."""
+"""Users' hooks on parameters and optimizers are never ignored silently."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def fit(model: sg.Model, **options: Any) -> nn.Module:
 
 
 def by_one(hook: Hook | None) -> nn.Module:
-    """By hand, on one device, with the hook in place."""
+    """Train by hand on one device, with the hook registered."""
     net = mlp()
     optimizer = sgd(net.parameters())
     if hook is not None:

@@ -1,4 +1,4 @@
-"""Held-out examples and weights of classes, as Keras' fit has them."""
+"""`validation_split` and `class_weight` work as in Keras' fit."""
 
 from __future__ import annotations
 

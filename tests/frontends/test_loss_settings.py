@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
 
 
 def alone(module: nn.Module, loss: nn.Module, change: Callable[[Any], None]) -> nn.Module:
-    """Three epochs by hand; the loss changes after each."""
+    """Train three epochs by hand; the loss's settings change after each."""
     x, y = data(31)
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.2)

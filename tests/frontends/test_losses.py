@@ -1,4 +1,4 @@
-"""Shares of a loss add up to the loss of the whole, for any way to cut the batch."""
+"""Losses of shares add up to the loss of the whole batch, for any split."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_class_is_no_loss(kind: Any) -> None:
 
 
 def test_whose_loss_it_is() -> None:
-    """A child of torch's loss that computes something else is a loss of one's own."""
+    """A subclass of a torch loss that overrides forward is user code."""
 
     class Doubled(nn.CrossEntropyLoss):
         def forward(self, output: Tensor, target: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metrics of one's own: what replicas can join, and what is no number."""
+"""Custom metrics: which states replicas can join, and which results are no numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Attributes(torchmetrics.Metric):
-    """As one device would forgive it."""
+    """Counts in plain attributes, which works on one device only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class States(Attributes):
 
 
 class MadeOf(torchmetrics.Metric):
-    """No states but those of what is in it."""
+    """Has no states but those of an inner metric."""
 
     def __init__(self) -> None:
         super().__init__()

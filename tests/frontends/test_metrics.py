@@ -39,7 +39,7 @@ def some(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
 
 
 def collection() -> torchmetrics.MetricCollection:
-    """Two that share their state (a compute group), one with another."""
+    """Return a collection in which two metrics share their state (a compute group)."""
     return torchmetrics.MetricCollection(
         {"acc": MulticlassAccuracy(4), "f1": MulticlassF1Score(4), "auroc": MulticlassAUROC(4)},
         prefix="my_",
@@ -90,7 +90,7 @@ def test_a_collection_of_classes_and_a_name(some: sg.Strategy) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_collection_that_was_used_before(some: sg.Strategy) -> None:
-    """Its members share one state by then: each must still count every example once."""
+    """Its members share one state by then, and each must still count every example once."""
     x, y = data(37)
     used = collection()
     with torch.no_grad():
@@ -120,7 +120,7 @@ def accuracy(average: str | None = "macro") -> torchmetrics.Metric:
 
 
 class Halved(torchmetrics.Metric):
-    """A metric of one's own that keeps a state and another metric."""
+    """A custom metric with a state and an inner metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def flat(values: dict[str, Any]) -> dict[str, float]:
 
 
 def by_torchmetrics(metrics: dict[str, Any], output: Any, target: Any) -> dict[str, float]:
-    """Each fed with everything at once, in this process."""
+    """Return the values of metrics that are updated with all rows at once, in this process."""
     for metric in metrics.values():
         metric.reset()
         metric.update(output, target)
@@ -172,7 +172,7 @@ def by_torchmetrics(metrics: dict[str, Any], output: Any, target: Any) -> dict[s
 
 @pytest.mark.timeout(60)
 def test_metrics_of_metrics_count_every_example(some: sg.Strategy) -> None:
-    """One evaluation of 33 rows (the last batch has one), and another of others."""
+    """In an evaluation of 33 rows, whose last batch has one, and in another one."""
     x, y = data(60)
     model, reference = sg.Model(mlp(), some), made()
     model.compile("sgd", "cross_entropy", made())
@@ -202,7 +202,7 @@ def test_values_in_values_are_named_one_by_one() -> None:
 
 
 def test_states_of_metrics_of_metrics_are_merged() -> None:
-    """As parameter servers do: each worker counts, the chief merges, also for one without a row."""
+    """As with parameter servers: the chief merges workers' counts, also of one without a row."""
     x, y = data(60)
     output = mlp()(x).detach()
     workers = [MetricSet(made()) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_states_of_metrics_of_metrics_are_merged() -> None:
 
 
 class Extreme(torchmetrics.Metric):
-    """The largest number, by a reduction of its own."""
+    """The largest output, with a custom reduction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class Extreme(torchmetrics.Metric):
 
 
 def test_states_with_other_reductions_are_merged() -> None:
-    """None (PearsonCorrCoef joins its states itself), and one of the user's own."""
+    """Without a reduction (PearsonCorrCoef joins its states itself), and with a custom one."""
     output, target = torch.randn(2, 60)
     workers = [
         MetricSet({"r": torchmetrics.PearsonCorrCoef(), "most": Extreme()}) for _ in range(3)
@@ -296,7 +296,7 @@ def test_outputs_with_names(some: sg.Strategy) -> None:
 
 
 class First(nn.Module):
-    """Its logits are the first features."""
+    """A module whose logits are the first features."""
 
     def __init__(self, classes: int = 0) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class First(nn.Module):
 def batchwise(
     metrics: dict[str, Any], module: nn.Module, x: Any, y: Any, batch: int
 ) -> dict[str, float]:
-    """As one device counts them."""
+    """Return the metrics as one device counts them, batch by batch."""
     with torch.no_grad():
         for start in range(0, len(x), batch):
             for metric in metrics.values():
@@ -344,7 +344,7 @@ SEVERAL: dict[str, Any] = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("outputs", ["logits", "probabilities"])
 def test_shares_do_not_decide_what_outputs_are(three: sg.Strategy, outputs: str) -> None:
-    """Shares of two logits lie within 0 and 1 by chance; so do whole batches of six."""
+    """Shares of two logits are within 0 and 1 by chance, and so are some batches of six."""
     x, _ = data(51)
     x = x.sigmoid() if outputs == "probabilities" else x * 0.7 + 0.5
     y = (x[:, 0] > 0.2).long()
@@ -362,7 +362,7 @@ def test_shares_do_not_decide_what_outputs_are(three: sg.Strategy, outputs: str)
 
 @pytest.mark.timeout(60)
 def test_logits_of_several_classes(three: sg.Strategy) -> None:
-    """The loss tells that they are logits."""
+    """The loss implies that outputs are logits."""
     x, _ = data(41)
     y = x[:, 1:4].argmax(1)
     model = sg.Model(First(3), three)
@@ -387,7 +387,7 @@ def test_what_outputs_are_is_asked_for(three: sg.Strategy, metric: Any) -> None:
 
 
 def test_torchmetrics_is_left_as_it_was(three: sg.Strategy) -> None:
-    """Nobody else's metrics are decided here, nor a given metric's own later updates."""
+    """Later updates of the given metric, outside of the model, are unaffected."""
     x, _ = data(21)
     y, given = (x[:, 0] > 0).long(), tmc.BinaryAUROC()
     model = sg.Model(First(), three)
@@ -400,7 +400,7 @@ def test_torchmetrics_is_left_as_it_was(three: sg.Strategy) -> None:
 
 @pytest.mark.timeout(60)
 def test_a_replica_without_an_example(three: sg.Strategy) -> None:
-    """Lists of nothing must not change the type of what the others have counted."""
+    """Its empty lists must not change the dtype of the other replicas' counts."""
     x, _ = data(2)
     y = torch.tensor([0, 2])
     model = sg.Model(First(3), three)
@@ -444,13 +444,13 @@ def test_a_function_that_is_no_mean_is_refused(some: sg.Strategy, verb: str) -> 
 
 
 def recall(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """A value for each class."""
+    """Return a value for each class."""
     right = output.argmax(1) == target
     return torch.stack([right[target == c].float().sum() / (target == c).sum() for c in range(4)])
 
 
 def by_column(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """As many values for few rows as for many, which all count alike."""
+    """Return as many values for few rows as for many rows."""
     return F.one_hot(target, 4).float().mean(0)
 
 
@@ -474,7 +474,7 @@ def test_values_that_are_not_of_rows_are_refused(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("batch", [7, 41])
 def test_values_of_rows(some: sg.Strategy, batch: int, caplog: pytest.LogCaptureFixture) -> None:
-    """One for each, for some of them only, several."""
+    """A function may return a value for each row, for some rows, or several values per row."""
     x, y = data(41)
     functions: dict[str, Any] = {
         "all": lambda o, t: o.argmax(1) == t,
@@ -523,7 +523,7 @@ def test_functions_that_are_means_or_cannot_be_tried(
 @pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_who_has_no_metrics_does_not_wait_for_torchmetrics() -> None:
-    """It takes seconds to import; with metrics, replicas import it while the caller does."""
+    """Its import takes seconds; with metrics, replicas import it in parallel with the caller."""
     code = """if True:
         import sys, torch, stratagem as sg
 

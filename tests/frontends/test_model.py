@@ -1,4 +1,4 @@
-"""sg.Model: kinds of data, callbacks, saving, and what it refuses."""
+"""sg.Model: kinds of data, callbacks, saving, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ KINDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_of_data(some: sg.Strategy, kind: str) -> None:
-    """83 rows in batches of 20: the last has 3."""
+    """83 rows in batches of 20, the last of which has 3."""
     x, y = data(83)
     start = mlp()
     model = model_on(some, start)
@@ -110,7 +110,7 @@ def test_a_generator_is_read_once_by_the_chief(two: sg.Strategy) -> None:
 
 
 def test_every_example_once_per_epoch(some: sg.Strategy) -> None:
-    """Law 2: a model that adds up the ids it sees, however batches fall."""
+    """Law 2: a model that adds up the ids of its rows sees each once, for any batches."""
 
     def total(output: Tensor, target: Tensor) -> Tensor:
         return output.squeeze(1) * 0 + target
@@ -188,7 +188,7 @@ def test_metrics_of_every_kind(some: sg.Strategy) -> None:
 
 @pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss()])
 def test_binary_accuracy_and_regression_metrics(two: sg.Strategy, loss: Any) -> None:
-    """Logits between 0 and 1, which could be probabilities, are most of them."""
+    """Most logits are between 0 and 1, so that they look like probabilities."""
     x, y = data(30, classes=2)
     target = y.float()[:, None]
     torch.manual_seed(0)
@@ -365,7 +365,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.timeout(120)
 def test_saved_files_are_plain_and_resume_under_any_strategy(tmp_path: Path) -> None:
-    """Law 5: save on three replicas, go on with one (and two), as if never interrupted."""
+    """Law 5: save on three replicas and continue on one (and two), as if never interrupted."""
     x, y = data(50)
     straight = by_hand(mlp(), adam, F.cross_entropy, x, y, batch=16, epochs=4)
     made = strategy(3)

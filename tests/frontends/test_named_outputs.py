@@ -1,4 +1,4 @@
-"""Outputs that are dicts whose entries are also attributes, as those of Hugging Face's models."""
+"""Dict outputs whose entries are also attributes, as of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Looked(OrderedDict[str, Any]):
-    """Attributes are looked up among the entries."""
+    """A dict that looks up attributes among its entries."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
 
 class Shared(dict[str, Any]):
-    """The entries are the attributes."""
+    """A dict whose `__dict__` is itself."""
 
     def __init__(self, **entries: Any) -> None:
         super().__init__(**entries)
@@ -35,7 +35,7 @@ class Shared(dict[str, Any]):
 
 @dataclass
 class Mirrored(OrderedDict[str, Any]):
-    """As Hugging Face's ModelOutput: each is set where the other is; None is no entry."""
+    """Like Hugging Face's ModelOutput: entries and attributes set each other; None is no entry."""
 
     logits: Any = None
     loss: Any = None
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class Right(torchmetrics.MeanMetric):
-    """Keeps nothing of the training's graph."""
+    """Asserts that outputs are detached from the graph."""
 
     def update(self, output: Any, target: Tensor) -> None:  # type: ignore[override]
         assert not output.logits.requires_grad and not output["logits"].requires_grad

@@ -1,4 +1,4 @@
-"""What people do with models, losses and data besides the usual: as one device, or refused."""
+"""Unusual models, losses and data: the result of one device, or a refusal."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ def both(
     optimizer: Any = sgd,
     **how: Any,
 ) -> tuple[sg.Model, sg.Model]:
-    """The same training on one device and on three; all must have worked, it must have moved, and
-    end alike."""
+    """Train on one device and on three; both must have trained, with equal results."""
 
     def train(where: sg.Strategy | None) -> sg.Model:
         model = sg.Model(copy.deepcopy(module), where)
@@ -64,7 +63,7 @@ def assert_history(one: sg.Model, several: sg.Model) -> None:
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss, as many models of texts do."""
+    """Returns its loss, as many language models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ def test_a_model_that_returns_its_loss(three: sg.MirroredStrategy) -> None:
 
 
 class Threefold(nn.Module):
-    """Three rows for each example."""
+    """Returns three rows for each example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +177,7 @@ def test_a_streamed_tensor_without_a_row_for_each_example(three: sg.MirroredStra
 
 
 class Set(sg.callbacks.Callback):
-    """Changes the optimizer's settings to values of unusual types."""
+    """Sets the optimizer's settings to values of unusual types."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -247,7 +246,7 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path: Path) -> None:
 
 
 class Odd(nn.Module):
-    """A frozen parameter of whole numbers, and a buffer in which one number stands for many."""
+    """Has a frozen integer parameter, and an expanded buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +264,7 @@ def test_whole_parameters_and_expanded_buffers(three: sg.MirroredStrategy) -> No
 
 
 class Masks(nn.Module):
-    """Buffers that share memory and are only read."""
+    """Has buffers that share memory and are only read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +341,7 @@ def test_autocast_around_fit_is_refused(three: sg.MirroredStrategy) -> None:
 
 
 class Unmeasured:
-    """As torch allows: without a length."""
+    """A batch sampler without a length, which torch allows."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for start in range(0, 47, 10):
@@ -350,7 +349,7 @@ class Unmeasured:
 
 
 class Endless:
-    """A sampler without a length, of which torch makes batches."""
+    """A sampler without a length, from which torch makes batches."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(47))
@@ -421,8 +420,7 @@ def test_two_threads_take_turns() -> None:
 
 
 def test_a_frozen_model_is_evaluated_and_not_trained(three: sg.MirroredStrategy) -> None:
-    """As in torch, where a backward pass without anything to train, or an optimizer without
-    parameters, is an error."""
+    """As in torch, training it, or making an optimizer of no parameters, is an error."""
     x, y = data(20)
     for module in (mlp().requires_grad_(False), nn.Softmax(-1)):
         model = sg.Model(module, three)

@@ -1,4 +1,4 @@
-"""What predict returns, and what it cannot join."""
+"""What `predict` returns, and which outputs it cannot join."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Named(NamedTuple):
 
 
 class Returns(nn.Module):
-    """Returns what it was told to make of its layer's output."""
+    """Returns its layer's output in the given form."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_names_of_outputs_stay(some: sg.Strategy) -> None:
 
 
 class Squeezed(nn.Module):
-    """Whose output for one example has no dimension left."""
+    """A module whose output for one row has no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("batch", [2, 10])
 @pytest.mark.parametrize("loss", ["binary_cross_entropy_with_logits", "mse", own])
 def test_a_share_of_one_row_that_is_squeezed(some: sg.Strategy, batch: int, loss: Any) -> None:
-    """The last of 32 rows in batches of 10 are two."""
+    """Of 32 rows in batches of 10, the last batch has two."""
     x, _ = data(32)
     y = (x[:, 0] > 0).float()
     model = sg.Model(Squeezed(), some)
@@ -176,7 +176,7 @@ def test_a_last_batch_of_one_row_that_is_squeezed(some: sg.Strategy) -> None:
 
 
 def test_two_layers_are_not_the_two_rows_of_a_share() -> None:
-    """One share alone does not tell; the next does."""
+    """A share of two rows alone is ambiguous; the next share is not."""
     check_rows([torch.zeros(2, 2, 4)], [2])
     with pytest.raises(sg.NotDistributable, match=r"\(2, 3, 4\) for 3 examples"):
         check_rows([torch.zeros(2, 2, 4), torch.zeros(2, 3, 4)], [2, 3])

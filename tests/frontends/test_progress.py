@@ -1,4 +1,4 @@
-"""What one sees of fit, evaluate and predict: at a terminal, in a notebook, in a file."""
+"""The output of fit, evaluate and predict in a terminal, a notebook and a file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FIGURES = {
 def test_in_a_file(
     some: sg.Strategy, verb: str, verbose: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One line where no bar can move; by itself, only fit speaks there."""
+    """One line where no bar can be drawn; by default, only `fit` prints it."""
     act(model_on(some), verb, verbose=verbose)
     out = capfd.readouterr().out
     if verbose == 0 or (verbose == "auto" and verb != "fit"):
@@ -84,8 +84,10 @@ def test_at_a_terminal(
 def test_every_result_is_seen(
     columns: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The speed is left out first; then there are several lines. What a callback prints at the
-    end of an epoch stands above a bar that is full."""
+    """Without room, the speed is left out, and then there are several lines.
+
+    What a callback prints at the end of an epoch stands above the full bar.
+    """
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("NO_COLOR", "1")
@@ -104,7 +106,7 @@ def test_every_result_is_seen(
 def test_one_bar_at_a_time(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback that evaluates does not draw over the bar of fit; an error gives the bar back."""
+    """A callback that evaluates does not draw over the bar of `fit`; an error releases the bar."""
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "xterm")
     model = model_on(strategy(1))
@@ -146,7 +148,7 @@ model.{verb}({args}, batch_size=8);
 
 
 class Watcher(NotebookClient):
-    """Remembers every text that a cell showed, also those that were replaced."""
+    """Records every text that a cell showed, also replaced ones."""
 
     def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
         bundle = msg["content"].get("data", {})
@@ -158,7 +160,7 @@ class Watcher(NotebookClient):
 @pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_in_a_notebook_without_widgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real kernel: one output a pass, which is replaced as the bar moves."""
+    """A real kernel has one output per pass, which is replaced as the bar advances."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = [
         nbformat.v4.new_code_cell(CELL.replace("{verb}", verb).replace("{args}", args))

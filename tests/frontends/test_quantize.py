@@ -1,5 +1,6 @@
-"""`sg.quantize`: smaller, nearly the same answers, the same file from any number of replicas, and
-nothing written where that is not so."""
+"""`sg.quantize` makes a smaller model with nearly equal answers, and the same file on any number of
+replicas; otherwise it writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ quantize = importlib.import_module("stratagem.frontends.quantize")  # its functi
 
 
 def alike() -> float:
-    """How many answers must agree; an x86-64 processor without VNNI adds products in 16 bits."""
+    """Return the expected agreement; x86-64 processors without VNNI add products in 16 bits."""
     exact = platform.machine() == "aarch64" or "vnni" in Path("/proc/cpuinfo").read_text()
     return 0.99 if exact else 0.95
 
 
 def cnn() -> nn.Module:
-    """150 thousand parameters, most of them in one Linear."""
+    """150 thousand parameters, most of them in one Linear layer."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
@@ -70,7 +71,7 @@ def trained(digits: Data) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def made(trained: nn.Module, digits: Data) -> tuple[Any, bytes]:
-    """What `sg.quantize` makes, and the model in floats that it has exported on its way."""
+    """Return the result of `sg.quantize`, and the float model that it exported."""
     found: list[bytes] = []
 
     def export(*given: Any) -> bytes:
@@ -94,7 +95,7 @@ def floats(made: tuple[Any, bytes]) -> bytes:
 
 
 def test_small_and_nearly_the_same(small: Any, trained: nn.Module, digits: Data) -> None:
-    """The table's figures are those that one finds by hand from the file."""
+    """The table's numbers equal those computed by hand from the file."""
     report, (x, y) = small.report, digits[2:]
     assert [row.name for row in report.rows] == ["torch float32", "ONNX float32", "ONNX int8"]
     session = onnxruntime.InferenceSession(small.content)
@@ -112,7 +113,7 @@ def test_small_and_nearly_the_same(small: Any, trained: nn.Module, digits: Data)
 @pytest.mark.slow
 @pytest.mark.skipif(alike() < 0.99, reason="the processor has no products of 8 bits")
 def test_half_as_fast_again_on_one_thread(small: Any, floats: bytes, digits: Data) -> None:
-    """The best of five medians, the forms in turn: what else runs here makes neither faster."""
+    """The best of five medians, in turns, since other load only makes a model slower."""
     models = [onnx_int8.OnnxModel(content) for content in (floats, small.content)]
     forms = {name: Form(each, 1) for name, each in zip(("float", "int8"), models, strict=True)}
     rounds = [compare_forms(forms, digits[2], None).rows for _ in range(5)]
@@ -131,7 +132,7 @@ def test_the_file_is_in_8_bits_and_says_nothing_of_its_source(small: Any) -> Non
 
 @pytest.mark.parametrize("rows", [300, 20])
 def test_the_same_file_from_any_number_of_replicas(floats: bytes, digits: Data, rows: int) -> None:
-    """Every byte; with 20 rows the second replica has no batch at all."""
+    """Every byte is equal; with 20 rows, the second replica has no batch."""
     x = digits[0][:rows].copy()
     x[32:64] = 4 * x[32:64] - 1  # the second replica's: least and greatest of all
     with strategy(2) as two, strategy(1) as one:
@@ -145,7 +146,7 @@ def test_the_same_file_from_any_number_of_replicas(floats: bytes, digits: Data, 
 
 
 def _batches_seen(floats: bytes, x: Any) -> int:
-    """How many batches one replica calibrates with."""
+    """Return the number of batches with which one replica calibrates."""
     seen = []
     watched = onnx_int8._watched
 
@@ -171,7 +172,7 @@ def _batches_seen(floats: bytes, x: Any) -> int:
 def test_under_a_scope_the_whole_way(
     small: Any, trained: nn.Module, digits: Data, tmp_path: Path
 ) -> None:
-    """`sg.quantize` with a model of two replicas: the file of one device."""
+    """`sg.quantize` of a model on two replicas gives the file of one device."""
     with strategy(2) as two:
         model = sg.Model(trained, two)
         made = sg.quantize(model, digits[0][:300], out=tmp_path / "two", verbose=0)
@@ -225,7 +226,7 @@ def test_keras_quantises_its_own(digits: Data, tmp_path: Path) -> None:
 def test_max_drop_refuses_and_writes_nothing(
     trained: nn.Module, floats: bytes, digits: Data, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """Calibrated by faint pictures, activations of real ones are cut off."""
+    """Calibration with faint pictures clips the activations of real ones."""
     monkeypatch.setattr(quantize, "exported", lambda *_: floats)
     faint = digits[0][:64] * 1e-3
     with pytest.raises(sg.UsageError, match=r"max_drop is 0\.01, so nothing was written"):
@@ -262,7 +263,7 @@ def test_calibration_that_says_nothing(calibration: Any, sentence: str) -> None:
 
 
 class Masked(nn.Module):
-    """Adds a number to one of its first layer's values."""
+    """Adds a number to one of its first layer's outputs."""
 
     def __init__(self, number: float, weight: float = 0.0) -> None:
         super().__init__()
@@ -292,7 +293,7 @@ def test_tests_that_find_nothing() -> None:
 
 
 def test_models_of_servers() -> None:
-    """The ranges are found here; no server and no worker is started for it."""
+    """Calibration runs in this process, and starts no server or worker."""
     module = Masked(0.0)
     expected = sg.quantize(module, ROWS, verbose=0)
     with sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=1)) as served:

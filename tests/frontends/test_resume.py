@@ -1,4 +1,4 @@
-"""A training that ends at any moment goes on with the next batch, and nobody can tell."""
+"""Training that is interrupted at any moment resumes with the next batch, and the same result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def some_of(folder: Path, into: Path, number: int) -> Path:
-    """A folder with one of another's checkpoints."""
+    """Make a folder with one checkpoint of another folder."""
     chosen = sorted(folder.iterdir())[number]
     shutil.copytree(chosen, into / chosen.name)
     return into
@@ -45,7 +45,7 @@ def some_of(folder: Path, into: Path, number: int) -> Path:
 def test_no_bit_differs_after_going_on_from_any_batch(
     tmp_path: Path, kind: str, data: str, accumulate: int
 ) -> None:
-    """Dropout, noise of the data, running statistics, callbacks and shuffling included."""
+    """Including dropout, noisy data, running statistics, callbacks and shuffling."""
     with contextlib.closing(make(kind)) as strategy:
         expected = train(strategy, data, accumulate=accumulate)
         whole = tmp_path / "whole"
@@ -65,8 +65,10 @@ CHANGES += [("sharded-2", "ring-3"), ("one", "sharded-3"), ("fully_sharded-2", "
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_others_go_on_where_it_was(tmp_path: Path, before: str, after: str) -> None:
-    """Another number of replicas, another strategy, another number of servers: each row once an
-    epoch, and the answer of one device."""
+    """Resume with other numbers of replicas or servers, or another strategy.
+
+    Each row is seen once an epoch, and the answer is that of one device.
+    """
     folder, logs = tmp_path / "run", [tmp_path / "before", tmp_path / "after"]
     with contextlib.closing(make("one")) as strategy:
         expected = train(strategy, "loader", draws=False)
@@ -91,7 +93,7 @@ def test_others_go_on_where_it_was(tmp_path: Path, before: str, after: str) -> N
 
 
 def test_servers_count_an_epoch_of_which_nothing_is_left(tmp_path: Path) -> None:
-    """The chief gets no ticket of it any more, and its metrics have what was counted before."""
+    """The chief gets no more tickets of that epoch, and its metrics have the saved counts."""
     with contextlib.closing(make("servers-2-1")) as strategy:
         whole = train(strategy, "loader", tmp_path / "run", draws=False, keep=99)
         after = [p for p in sorted((tmp_path / "run").iterdir()) if p.name.endswith(f"-{STEPS}")]
@@ -114,7 +116,7 @@ def start(*words: object) -> subprocess.CompletedProcess[str]:
     "kind", ["shared_memory-2", pytest.param("ring-2", marks=pytest.mark.exhaustive)]
 )
 def test_killed_again_and_again(tmp_path: Path, kind: str) -> None:
-    """Everything is ended by SIGKILL in the first epoch, and soon after it has gone on."""
+    """All processes are killed in the first epoch, and again soon after the resume."""
     folder = tmp_path / "run"
     for after in (3, 9):
         assert start(kind, "loader", folder, after).returncode == -signal.SIGKILL
@@ -165,11 +167,11 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before(
 
 
 class Raises(Exception):
-    """What a callback raises."""
+    """The error that a callback raises."""
 
 
 def test_settings_of_today_count_and_what_was_learnt_stays(tmp_path: Path) -> None:
-    """A callback is made anew with other settings, and remembers what it has seen."""
+    """A callback with new settings loads its saved state."""
 
     def fail() -> Any:
         raise Raises

@@ -1,4 +1,4 @@
-"""Before the first update a few rows are tried: what mixes rows is refused, without a trace."""
+"""The row check before the first update refuses models that mix rows, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 class Around(nn.Module):
-    """A network with something done to its outputs."""
+    """A network with a function of its outputs."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def centred(x: Tensor) -> Tensor:
 
 
 def among(x: Tensor) -> Tensor:
-    """A contraction over the batch axis."""
+    """Mix rows by a contraction over the batch axis."""
     return (x @ x.T).softmax(1) @ x
 
 
@@ -74,7 +74,7 @@ def test_a_model_that_mixes_rows(
 
 
 class FirstBatch(nn.Module):
-    """Takes its scale from the first rows that it sees."""
+    """Initialises its scale from the first rows that it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class FirstBatch(nn.Module):
 
 
 class Largest(nn.Module):
-    """One row decides for all of them."""
+    """Scales all rows by the largest value of any row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_with_servers_that_share_a_batch(kind: str) -> None:
 
 
 def test_where_gradients_are_rounding(three: sg.MirroredStrategy) -> None:
-    """A loss that has reached its minimum, of outputs that are rounded by the number of rows."""
+    """The loss is at its minimum, and outputs are rounded differently by the number of rows."""
     x, _ = data(48)
     model = sg.Model(Around(lambda out: out * len(out) / len(out)), three)
     model.compile(sgd, "mse")
@@ -165,7 +165,7 @@ def test_a_loss_that_compares_rows_a_little(three: sg.MirroredStrategy) -> None:
 
 
 class Half(nn.Module):
-    """Computes in 16 bits inside, and does not show it."""
+    """Computes in bfloat16 inside, and returns float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_synchronised_norms(tracks: bool, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_single_row(two: sg.MirroredStrategy) -> None:
-    """Is not tried; the first batch of several is."""
+    """A batch of one row is not checked; the first larger batch is."""
     x, y = data(3)
     model = sg.Model(mlp(), two)
     model.compile(sgd, "cross_entropy")
@@ -248,7 +248,7 @@ PASSED: list[int] = []
 
 
 class Counted(nn.Module):
-    """Counts rows that go through it, and gradients that come back."""
+    """Counts rows in forward and in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def own_metric(output: Tensor, target: Tensor) -> Tensor:
 def test_it_costs_less_than_a_step(
     two: sg.MirroredStrategy, loss: Any, metrics: list[Any], share: int
 ) -> None:
-    """In rows that the first replica puts through the model, forward and backward."""
+    """The cost is counted in rows that the first replica computes, forward and backward."""
     costs = {}
     for check in (False, True):
         model = sg.Model(Counted(), two)
@@ -294,7 +294,7 @@ def test_it_costs_less_than_a_step(
 
 
 class Pickiest(nn.Module):
-    """Can be changed in many ways; notes how many rows it sees."""
+    """Can be changed in several ways; records how many rows it sees."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Pickiest(nn.Module):
 
 
 def tried(model: sg.Model, x: Tensor | None = None, **options: Any) -> bool:
-    """Whether a fit tries rows first: five of them, where a share has twelve."""
+    """Return whether a fit makes the check, which has five rows; a share has twelve."""
     PASSED.clear()
     model.fit(data(24)[0] if x is None else x, data(24)[1], batch_size=24, verbose=0, **options)
     assert 12 in PASSED
@@ -318,7 +318,7 @@ def tried(model: sg.Model, x: Tensor | None = None, **options: Any) -> bool:
 
 @pytest.fixture
 def passed(two: sg.MirroredStrategy) -> sg.Model:
-    """A model whose next fit need not try."""
+    """Return a model whose next fit need not repeat the check."""
     model = sg.Model(Pickiest(), two)
     model.compile(sgd, nn.CrossEntropyLoss(), ["accuracy"])
     assert [tried(model) for _ in range(5)] == [True, True, False, True, False]
@@ -338,7 +338,7 @@ def test_a_loss_of_ones_own_is_tried_by_each_fit(two: sg.MirroredStrategy) -> No
 
 
 class Still(sg.callbacks.Callback):
-    """Puts a layer into another mode."""
+    """Puts a layer into eval mode."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.module.act.eval()
@@ -404,7 +404,7 @@ def test_the_verbs_are_tried_apart_and_copies_anew(passed: sg.Model) -> None:
 
 
 class Remembering(nn.Module):
-    """Writes wherever it can while it computes."""
+    """Writes in forward to all state that it has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -441,7 +441,7 @@ def test_a_dry_run_leaves_no_trace() -> None:
 
 
 def test_the_same_weights_as_without() -> None:
-    """A generator of the module's own cannot be sent, so on what can be."""
+    """Without a generator in the module, which could not be sent to a replica."""
     x, y = data(36)
     with strategy(2) as two:
         ends = []

@@ -1,4 +1,4 @@
-"""Where rows meet rows of other shares, or forward writes: as one device, or refused."""
+"""Losses and modules across shares: the result of one device, or a refusal."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ NEXT = WORDS.roll(-1, 1).where(torch.arange(5) < 2 + torch.arange(21)[:, None] %
 
 
 class Tokens(nn.Module):
-    """Logits for each token; or flattened, with time first, with something beside."""
+    """Returns logits for each token, in several forms: flattened, time first, with more outputs."""
 
     def __init__(self, form: str = "") -> None:
         super().__init__()
@@ -126,18 +126,18 @@ def each(output: Tensor, target: Tensor) -> Tensor:
 
 
 def valid(output: Tensor, target: Tensor) -> Tensor:
-    """A value for each token that is no padding."""
+    """Return a value for each token that is no padding."""
     return each(output, target)[target != 0]
 
 
 def dice(output: Tensor, target: Tensor) -> Tensor:
-    """A value for each class, over the batch."""
+    """Return the Dice loss of each class, over the batch."""
     p, q = output.softmax(-1).flatten(0, 1), F.one_hot(target, 11).flatten(0, 1)
     return 1 - (2 * (p * q).sum(0) + 1) / (p.sum(0) + q.sum(0) + 1)
 
 
 def against_others(output: Tensor, target: Tensor) -> Tensor:
-    """A value a row, which depends on the other rows."""
+    """Return a value for each row, which depends on the other rows."""
     flat = output.flatten(1)
     return F.cross_entropy(flat @ flat.T / 55, torch.arange(len(flat)), reduction="none")
 
@@ -164,7 +164,7 @@ UNEVEN: dict[str, Any] = {
 def test_values_that_are_not_of_single_rows(
     three: sg.MirroredStrategy, name: str, batch: int
 ) -> None:
-    """Also where every share is one row."""
+    """Refused even if every share has one row."""
     form, loss, words = UNEVEN[name]
     with pytest.raises(NotDistributable, match=words):
         trained_on_tokens(three, form, loss, batch)
@@ -214,7 +214,7 @@ def test_values_of_single_rows(
 
 
 def test_a_borrowed_row_counts_for_nothing() -> None:
-    """Synchronised norms borrow a row where a share has none; accumulated batches count targets."""
+    """Synchronised norms need a row for an empty share; accumulated batches count targets."""
     where = strategy(3, sync_batchnorm=True)
     x, y = data(17)
     how: dict[str, Any] = {"accumulate": 2}
@@ -225,7 +225,7 @@ def test_a_borrowed_row_counts_for_nothing() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_batches_that_waited_when_a_fit_was_left(three: sg.MirroredStrategy, count: int) -> None:
-    """Are not added to the first ones of the next fit."""
+    """Accumulated gradients of an interrupted fit are not added to the next fit's."""
     x, y = data(30)
 
     class Stop(sg.callbacks.Callback):
@@ -296,7 +296,7 @@ def test_an_optimizer_of_two_models(three: sg.MirroredStrategy) -> None:
 
 
 class Growing(nn.Module):
-    """Keeps a table as long as the longest text that it has seen, as rotary embeddings do."""
+    """Keeps a table as long as the longest text so far, as rotary embeddings do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ def test_a_table_that_grows(three: sg.MirroredStrategy) -> None:
 
 
 class Named(dict[str, Any]):
-    """Outputs that are read as attributes, as Hugging Face's are."""
+    """Outputs whose entries are attributes, as Hugging Face's are."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]

@@ -38,7 +38,7 @@ def scaled(output: Tensor, target: Tensor) -> Tensor:
 
 
 def advantage(output: Tensor, target: Tensor) -> Tensor:
-    """As PPO: normalised over the batch, so that the mean is always nearly 0."""
+    """As in PPO, normalised over the batch, so that the mean is always nearly 0."""
     values = output[:, 0].detach() + target
     return (output[:, 1] - output[:, 1].detach()).exp() * (values - values.mean()) / 2
 
@@ -93,7 +93,7 @@ def test_rows_in_any_order(
 
 @pytest.mark.parametrize("noise", [0.003, 0.5])
 def test_noise_is_no_other_row(three: sg.MirroredStrategy, noise: float) -> None:
-    """Little of it is lost in the mean of many rows."""
+    """Noise in each row's loss is no dependence on other rows, and is not refused."""
 
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return rows(output, target) * (1 + noise * torch.randn(len(target)))
@@ -104,7 +104,7 @@ def test_noise_is_no_other_row(three: sg.MirroredStrategy, noise: float) -> None
 
 @pytest.mark.parametrize("noise", [0.003, 0.5])
 def test_noise_does_not_hide_other_rows(three: sg.MirroredStrategy, noise: float) -> None:
-    """The same noise in a loss that is refused without it."""
+    """A loss that mixes rows is refused with noise, too."""
 
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return scaled(output, target) * (1 + noise * torch.randn(len(target)))
@@ -118,7 +118,7 @@ def test_noise_does_not_hide_other_rows(three: sg.MirroredStrategy, noise: float
 
 
 class Pairs(nn.Module):
-    """As CLIP: everything against everything."""
+    """As in CLIP, compares every row with every other."""
 
     def __init__(self, scale: bool = False) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_everything_against_everything(three: sg.MirroredStrategy, loss: Any, ve
 def test_as_many_classes_as_rows(
     three: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which fails for fewer rows in another way, and is warned of as before."""
+    """The loss fails for fewer rows, so that the check is skipped with a warning."""
 
     def four_rows(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.view(4, 4), target)

@@ -1,4 +1,4 @@
-"""Saved files are as any file that the user makes, and load without us."""
+"""Saved files have the same mode as any file of the user, and load without stratagem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""precision="float16": the gradient scaler on several replicas."""
+"""The gradient scaler of precision="float16" on several replicas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_replica_whose_first_shares_are_empty() -> None:
 
 
 class Thaw(sg.callbacks.Callback):
-    """The first layer learns in the second and third epoch alone."""
+    """Trains the first layer in the second and third epoch only."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         next(self.model.module.children()).requires_grad_(epoch in (1, 2))
@@ -59,9 +59,12 @@ def momentum(module: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.timeout(60)
 def test_layers_unfrozen_between_epochs_keep_the_scale() -> None:
-    """Targets so far away that the first scale is too large and has been halved before the first
-    layer thaws: a scaler that began anew would leave out updates again. (Batches of one row, since
-    the sum of several may be too large for float16, and that of a share not.)"""
+    """The scale survives when the first layer is unfrozen.
+
+    The targets are so large that the first scale has been halved by then; a new scaler would skip
+    updates again. Batches have one row, since the sum of several rows may overflow float16 where a
+    share's does not.
+    """
     x, y = data(12)[0], torch.full((12, 4), 40.0)
     plain = mlp()
     optimizer, scaler = momentum(plain), torch.amp.GradScaler("cpu")

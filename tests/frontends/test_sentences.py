@@ -1,4 +1,4 @@
-"""What cannot work is refused with a sentence that says what to do; what Keras takes is taken."""
+"""What cannot work is refused with a remedy; what Keras accepts is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sg.Model and one's own loop on central parameters: every rule, every place, real processes."""
+"""sg.Model and custom loops on parameter servers: every rule and placement, in real processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(where: Any = None, optimizer: Any = None, module: nn.Module | None = N
 
 
 def plain(optimizer: Any, **fit: Any) -> sg.Model:
-    """The same training on one device."""
+    """Train likewise on one device."""
     x, y, _, _ = digits()
     made = model(None, optimizer)
     torch.manual_seed(5)
@@ -47,7 +47,7 @@ EPOCHS = 16  # enough for 95% also where two gradients make an update
 
 
 def rate(epoch: int, _: float = 0.0) -> float:
-    """Stale gradients make the last weights swing; a rate that falls to zero lets them settle."""
+    """Fall to zero, so that the last weights settle in spite of stale gradients."""
     return 0.004 * (1 - epoch / EPOCHS)
 
 
@@ -133,7 +133,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("place", ["1 ps", "2 ps"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_synchronous_equals_one_device(name: str, place: str) -> None:
-    """Also with batches that do not divide, and a last one smaller than the workers."""
+    """Also if batches do not divide evenly, and the last has fewer rows than there are workers."""
     x, y, _, _ = digits()
     where = strategy(place, "synchronous", 3)
     ours = model(where, OPTIMIZERS[name])
@@ -152,7 +152,7 @@ def test_synchronous_equals_one_device(name: str, place: str) -> None:
 
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_more_servers_than_pieces(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who comes with a tiny model and many servers: those without a piece do no harm."""
+    """Servers without a shard of a tiny model do no harm."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     x, y = torch.randn(40, 1), torch.randn(40, 1)
     many = sg.ParameterServerStrategy(sg.LocalCluster(workers=2, ps=3), updates=sg.Synchronous())
@@ -217,7 +217,7 @@ def test_one_asynchronous_worker_is_plain_training(name: str) -> None:
 
 
 def test_weighted_losses_are_those_of_one_device() -> None:
-    """What a mean is taken over depends on the targets, and differs between the parts."""
+    """The denominator of the mean depends on the targets, and differs between parts of a batch."""
     x, y, _, _ = digits()
     y = y[:300].clone()
     y[:40] = -100  # ignored
@@ -235,7 +235,7 @@ def test_weighted_losses_are_those_of_one_device() -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """Examples one after the other."""
+    """An iterable dataset."""
 
     def __iter__(self) -> Iterator[Any]:
         x, y, _, _ = digits()
@@ -272,7 +272,7 @@ class Halve(sg.callbacks.Callback):
 
 
 class Zero(sg.callbacks.Callback):
-    """Writes into the weights after the first epoch."""
+    """Writes to the weights after the first epoch."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch == 0:
@@ -281,7 +281,7 @@ class Zero(sg.callbacks.Callback):
 
 
 class Fall(sg.callbacks.Callback):
-    """A rate that falls after each batch."""
+    """Lowers the learning rate after each batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.01)  # the others would do its next part meanwhile, if they could
@@ -306,7 +306,7 @@ def test_servers_follow_callbacks(callback: Any) -> None:
 
 
 class Shrink(sg.callbacks.Callback):
-    """Writes into the weights in mid-epoch."""
+    """Writes to the weights in mid-epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 2:
@@ -317,7 +317,7 @@ class Shrink(sg.callbacks.Callback):
 @pytest.mark.parametrize("callbacks", [[], [Shrink()]], ids=["none", "shrink"])
 @pytest.mark.parametrize("rule", ["asynchronous", "synchronous"])
 def test_a_stream_to_one_worker_is_plain_training(rule: str, callbacks: list[Any]) -> None:
-    """Batches come with the answers to pushes, and go back when the weights change."""
+    """Tickets come with the answers to pushes, and are requeued when the weights change."""
     made = []
     for where in (strategy("1 ps", rule, 1), None):
         one = model(where, OPTIMIZERS["momentum"])
@@ -330,7 +330,7 @@ def test_a_stream_to_one_worker_is_plain_training(rule: str, callbacks: list[Any
 
 
 class Slow(sg.callbacks.Callback):
-    """Does nothing, for a while, and lets others go on meanwhile."""
+    """Only waits, so that other workers continue meanwhile."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.005)
@@ -340,7 +340,7 @@ class Slow(sg.callbacks.Callback):
 
 
 class Begins(sg.callbacks.Callback):
-    """Does nothing, before batches only."""
+    """Only waits, before each batch."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.005)
@@ -403,7 +403,7 @@ def leave_early(where: Any, net: nn.Module) -> tuple[nn.Module, list[int]]:
 
 @pytest.mark.parametrize("rule", ["asynchronous", "synchronous"])
 def test_a_loop_may_be_left_in_mid_epoch(rule: str) -> None:
-    """What was dealt of that epoch is not done in the next one."""
+    """Tickets that are left of that epoch are not computed in the next one."""
     where = strategy("1 ps", rule, 1)
     ((_, steps),) = where.run(leave_early, where, net())
     assert steps == [3, 8, 8]
@@ -411,7 +411,7 @@ def test_a_loop_may_be_left_in_mid_epoch(rule: str) -> None:
 
 
 class Stop(sg.callbacks.Callback):
-    """Ends the training in mid-epoch, and sees what it is told of that."""
+    """Stops the training in mid-epoch, and records the calls that follow."""
 
     def __init__(self, when: str) -> None:
         self.when, self.ends = when, list[int]()
@@ -490,7 +490,7 @@ def test_saved_on_two_servers_goes_on_with_one(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_one_optimizer_for_what_is_trained_now_and_later(grouped: bool) -> None:
-    """It holds all parameters, while some are frozen in one fit and some in another."""
+    """The optimizer has all parameters, and each fit freezes other ones."""
     x, y, _, _ = digits()
     made = []
     for where in (strategy("2 ps", "synchronous", 3), None):
@@ -544,7 +544,7 @@ def test_a_model_without_weights_is_evaluated_and_not_trained() -> None:
 
 
 def test_wire_in_bfloat16_and_over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between machines: nothing in shared memory."""
+    """As between machines, without shared memory."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     x, y, _, _ = digits()
     for wire, near in ((None, 2e-5), ("bfloat16", 0.1)):
@@ -562,7 +562,7 @@ def test_wire_in_bfloat16_and_over_sockets(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Words(nn.Module):
-    """A table of which a batch touches a few rows."""
+    """An embedding table of which a batch uses a few rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -636,7 +636,7 @@ def test_own_optimizers_are_refused() -> None:
 
 
 class Wide(nn.Module):
-    """Large enough that gradients leave while backward makes others; the first layer is slow."""
+    """Large enough to push gradients during backward; the first layer is slow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -650,7 +650,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("rule", ["synchronous", "spares", "asynchronous"])
 def test_bytes_travel_beside_the_computation(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over sockets, with threads that carry: the same answer, and no frame out of step."""
+    """Over sockets, with transfer threads: the same answer, and no frame out of order."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     x, y, _, _ = digits()
     where = sg.ParameterServerStrategy(
@@ -712,7 +712,7 @@ def test_an_optimizer_of_rows_over_a_part_of_the_model() -> None:
 
 
 class Hollow(nn.Module):
-    """One of its parameters has no element."""
+    """Has a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -742,7 +742,7 @@ def test_a_parameter_without_elements_has_a_state_as_on_one_device() -> None:
 
 
 class Normed(nn.Module):
-    """Its running mean is that of all examples, whoever had which of them."""
+    """Has a batch norm, whose running mean must be that of all examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -771,7 +771,7 @@ def normed_loop(where: Any) -> list[torch.Tensor]:
 
 
 def test_running_means_of_one_device() -> None:
-    """In every epoch, and in a loop of one's own on every worker: a mean of means is the mean."""
+    """In every epoch, and in a custom loop on every worker."""
     x, y, _, _ = digits()
     where = strategy("1 ps", "synchronous")
     plain = normed_loop(None)
@@ -785,7 +785,7 @@ def test_running_means_of_one_device() -> None:
 
 
 class Load(sg.callbacks.Callback):
-    """Goes back to what was saved, after the first epoch."""
+    """Loads a checkpoint after the first epoch."""
 
     def __init__(self, path: Any) -> None:
         self.path = path
@@ -839,7 +839,7 @@ def test_replicas_refuse_a_change_of_the_optimizers_state(
 
 
 class One(sg.callbacks.Callback):
-    """Writes to one of two parameters, again and again."""
+    """Writes to one of two parameters after every batch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         time.sleep(0.002)  # the other worker goes on meanwhile
@@ -866,7 +866,7 @@ def test_what_a_callback_writes_undoes_nothing_else() -> None:
 
 
 class Opened(torch.utils.data.Dataset[Any]):
-    """Reads several rows at once, and says in which process."""
+    """Reads several rows at once, and asserts that no DataLoader worker reads them."""
 
     def __len__(self) -> int:
         return 32
@@ -880,7 +880,7 @@ class Opened(torch.utils.data.Dataset[Any]):
 
 
 def test_whoever_trains_reads(caplog: pytest.LogCaptureFixture) -> None:
-    """A loader's own processes are not used, and that is said."""
+    """The DataLoader's own workers are not used, which is logged."""
     model = sg.Model(net(), strategy("1 ps", "asynchronous", 1))
     model.compile("sgd", "cross_entropy")
     loader = torch.utils.data.DataLoader(Opened(), batch_size=8, num_workers=2)

@@ -1,4 +1,4 @@
-"""Data that ends, lists of numbers, and batch sizes that nobody would heed."""
+"""Data that ends early, lists of numbers, and batch sizes that would be ignored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def batches(x: Tensor, y: Tensor, size: int = 10) -> Iterator[tuple[Tensor, Tens
 
 @pytest.mark.timeout(60)
 def test_a_generator_goes_on_over_epochs(some: sg.Strategy) -> None:
-    """Six batches are three epochs of two steps; one device would see them in this order."""
+    """Six batches make three epochs of two steps, in the order of one device."""
     x, y = data(60)
     model = model_on(some)
     history = model.fit(batches(x, y), epochs=3, steps_per_epoch=2, verbose=0).history
@@ -92,7 +92,7 @@ def test_nothing_to_evaluate_is_an_error(some: sg.Strategy) -> None:
 
 
 class Once(IterableDataset[Any]):
-    """A dataset around a generator: it can be read once."""
+    """A dataset around an iterator, which can be read once."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.rows = iter(list(zip(x, y, strict=True)))
@@ -212,7 +212,7 @@ def test_a_distributed_sampler_is_refused(verb: str) -> None:
 
 
 class Numbered(Dataset[Any]):
-    """Rows that say which process fetched them."""
+    """Rows that tell which process read them."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -237,7 +237,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.timeout(60)
 def test_persistent_workers_shuffle_as_on_one_device(some: sg.Strategy) -> None:
-    """The chief's share of each batch is its first half; 3 epochs, in two calls of fit."""
+    """The chief's share is the first half of each batch; 3 epochs, in two calls of fit."""
     dataset = Numbered(data(12)[0])
 
     def loader() -> DataLoader[Any]:
@@ -268,7 +268,7 @@ def test_persistent_workers_shuffle_as_on_one_device(some: sg.Strategy) -> None:
 
 
 def test_a_standby_reads_the_rows_of_no_step_but_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rows, if it looks; those of steps that it leaves out are not touched."""
+    """A standby gets the same rows, but does not read those of skipped steps."""
     x, y = data(60)
     source, read = ArraySource(x, y, None, 10, shuffle=True), list[int]()
     plain = ArraySource._cut

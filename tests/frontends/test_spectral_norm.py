@@ -1,4 +1,4 @@
-"""spectral_norm, which iterates once a forward: also on replicas that have no rows of a batch."""
+"""spectral_norm iterates once per forward, also on replicas without rows of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Odd modules, optimizers and losses, on one device and on two replicas."""
+"""Unusual modules, optimizers and losses on one device and on two replicas."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_lazy_module_must_have_seen_a_batch(two: sg.Strategy, verb: str) -> No
 
 
 def test_a_lazy_module_on_one_device_is_torchs_own_affair() -> None:
-    """The first batch gives it its shape, as in a loop by hand."""
+    """Its first batch gives it its shape, as in a loop by hand."""
     x, y = data(20)
     model = model_on(strategy(1), lazy())
     torch.manual_seed(5)
@@ -113,7 +113,7 @@ def test_lbfgs_refuses_what_it_cannot_follow(options: Any) -> None:
 
 @pytest.mark.timeout(60)
 def test_without_targets(two: sg.Strategy) -> None:
-    """fit(x): the loss of an output and nothing."""
+    """`fit(x)` calls the loss with an output and None."""
     x, _ = data(37)
     model = model_on(
         two,
@@ -135,7 +135,7 @@ def test_without_targets(two: sg.Strategy) -> None:
 
 
 def halves(x: Tensor, y: Tensor) -> Tensor:
-    """Contrastive: every row is compared with every other of its batch."""
+    """A contrastive loss, which compares every row with every other of its batch."""
     return F.cross_entropy(x @ x.T, torch.arange(len(x)))
 
 
@@ -177,7 +177,7 @@ FINE: dict[str, Any] = {
 
 
 class Named(nn.Module):
-    """Outputs of which one has no rows."""
+    """Dict outputs, of which one may have no rows."""
 
     def __init__(self, number: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Named(nn.Module):
 @pytest.mark.parametrize("rows", [3, 37])
 @pytest.mark.parametrize("name", list(FINE))
 def test_a_mean_over_rows_is_not_refused(two: sg.Strategy, name: str, rows: int) -> None:
-    """Down to shares of two rows, of one and of none."""
+    """Even for shares of two rows, of one and of none."""
     x, y = data(rows)
     module = mlp() if name not in ("a dict", "a number beside") else Named(name != "a dict")
     model = model_on(two, module, loss=FINE[name])
@@ -226,7 +226,7 @@ def test_a_random_loss_is_left_alone(two: sg.Strategy, caplog: pytest.LogCapture
 
 @pytest.mark.timeout(60)
 def test_the_check_leaves_the_dice_alone(two: sg.Strategy) -> None:
-    """Of a loss that draws, and of a model that draws by every generator there is."""
+    """The row check restores the rngs that a loss and a model draw from."""
 
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output + torch.randn(()) + random.random(), target)
@@ -243,7 +243,7 @@ def test_the_check_leaves_the_dice_alone(two: sg.Strategy) -> None:
 
 
 class Fading:
-    """A loss that counts its calls: each weighs less."""
+    """A loss that counts its calls, and weighs less with each."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""`fit` in a trial of a sweep: a line of metrics an epoch, and the trained model in the end."""
+"""`fit` in a trial of a sweep writes metrics after each epoch, and the trained model at the end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ model.fit(x, y, epochs=3, batch_size=32, validation_split=0.25, verbose=0)
 def test_kept_models_are_those_of_training_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit; each trial is a strategy of two replicas."""
+    """Equal bit for bit; each trial has a strategy of two replicas."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
