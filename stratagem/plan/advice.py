@@ -22,13 +22,13 @@ from stratagem.plan.hardware import rate, say_bytes, say_rate
 from stratagem.plan.lossy_advice import lossy_sentence
 from stratagem.plan.profile import Profile
 
-#: where one process has several devices
+#: a comment in the code for a custom loop, if one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
-#: what the devices of a divided model are called
+#: the word for the devices of each strategy that divides the model
 _NOUNS = {PIPELINE: "stages", MESH: "stages", TENSOR: "devices"}
-#: memory that a training of Adam took in all, of what is counted
+#: measured memory of a training with Adam, relative to the memory that the planner counts
 _ON_TOP = 1.7
-#: links that are sold
+#: common link speeds, of which the sentence names the first that is enough
 _SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
 
@@ -67,7 +67,7 @@ def _sentence(plan: Plan) -> str:
 
 
 def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
-    """Of one strategy, the row to compare with the recommendation: as many devices, if it can."""
+    """Return a strategy's prediction with about as many devices as the recommendation."""
     wanted = max(2, plan.recommendation.configuration.replicas)
     if plan.recommendation in row:
         return plan.recommendation
@@ -75,7 +75,7 @@ def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
 
 
 def why_not(plan: Plan, each: Prediction) -> str:
-    """Reasons against a configuration; none against the recommended one."""
+    """Return the reason against a configuration; empty for the recommended one."""
     best, cfg = plan.recommendation, each.configuration
     if not each.fits and each.memory is not None and each.room is not None:
         return f"does not fit into {say_bytes(each.room)}"
@@ -95,7 +95,7 @@ def why_not(plan: Plan, each: Prediction) -> str:
 
 
 def _holds(plan: Plan, best: Prediction) -> list[str]:
-    """The sentence that one device has too little memory, and what has enough."""
+    """Say if one device has too little memory, and what comes nearest if no configuration fits."""
     one = plan.one
     if one.fits or one.memory is None or one.room is None:
         return []
@@ -114,7 +114,7 @@ def _holds(plan: Plan, best: Prediction) -> list[str]:
 
 
 def _tight(best: Prediction) -> list[str]:
-    """The warning that uncounted memory may not fit, if little is left."""
+    """Warn if so little memory is left that allocators and temporaries may not fit."""
     if best.memory is None or best.room is None or best.memory * _ON_TOP <= best.room:
         return []
     return [
@@ -135,7 +135,7 @@ def _doubt(plan: Plan) -> list[str]:
 
 
 def code(plan: Plan) -> str:
-    """Python to paste into the script; it runs as it stands."""
+    """Return Python code to paste into the script."""
     best = plan.recommendation
     cfg, batch = best.configuration, plan.profile.batch
     parts, own = plan.profile.accumulated, plan.profile.own_loop
@@ -157,7 +157,7 @@ def code(plan: Plan) -> str:
 
 
 def _threads(profile: Profile, cfg: Configuration) -> list[str]:
-    """Where one replica has a host to itself; several share out its cores anyway."""
+    """Set the number of threads if fewer are faster; replicas that share a host set it anyway."""
     if profile.usual_threads is None or cfg.per_host > 1:
         return []
     faster = f"faster here than {profile.usual_threads}"
@@ -169,14 +169,14 @@ def _nouns(cfg: Configuration) -> str:
 
 
 def _needs(best: Prediction) -> str:
-    """What a device of a divided model holds."""
+    """The memory of each device, if the model is divided."""
     if best.memory is None or best.configuration.strategy not in (*_NOUNS, SHARDED):
         return ""
     return f", {say_bytes(best.memory)} on each"
 
 
 def _link(plan: Plan, best: Prediction) -> list[str]:
-    """Whether the network is enough, and if not, what would be."""
+    """Say whether the link is fast enough, and if not, which link would be."""
     if plan.hardware.hosts == 1:
         return []
     here = say_rate(plan.hardware.link)
@@ -195,7 +195,7 @@ def _link(plan: Plan, best: Prediction) -> list[str]:
 
 
 def _apart(plan: Plan, best: Prediction, here: str) -> list[str]:
-    """The link from which on several hosts would be worth having, where one is the best."""
+    """If one host is best: name the slowest link with which several hosts would be faster."""
     for name in _SOLD:
         if rate(name) > plan.hardware.link:
             faster = choose(
@@ -219,8 +219,10 @@ def _with_link(plan: Plan, configuration: Configuration, link: float) -> Predict
 
 
 def constructor(cfg: Configuration, device: str, per_host: int) -> str:
-    """The call that makes the strategy. Devices are named unless the configuration uses all the
-    GPUs of each host, which are `per_host`."""
+    """Return the call that makes the strategy.
+
+    Devices are named unless the configuration uses all `per_host` GPUs of each host.
+    """
     wire = [f"wire=sg.{cfg.wire}" if cfg.lossy else f'wire="{cfg.wire}"'] if cfg.wire else []
     here, rule = _devices(cfg.per_host, device), f"updates={_updates(cfg)}"
     if cfg.strategy == MIRRORED:
@@ -265,7 +267,7 @@ def _updates(cfg: Configuration) -> str:
 
 
 def _cluster(cfg: Configuration) -> list[str]:
-    """What the environment has to say, where there are several hosts."""
+    """Comments that say how to start the cluster, if there are several hosts."""
     if cfg.hosts == 1:
         return []
     workers = cfg.hosts if cfg.strategy != SERVERS else cfg.replicas
@@ -318,7 +320,7 @@ def _end(plan: Plan, best: Prediction) -> str:
 
 
 def _refused(plan: Plan) -> list[str]:
-    """Asynchronous updates that would pay, where none are recommended."""
+    """Say why asynchronous updates that would be faster are not recommended."""
     free = [each for each in plan.worth if each.configuration.asynchronous]
     if not free:
         return []
@@ -337,7 +339,7 @@ def _refused(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan, best: Prediction) -> list[str]:
-    """The sentence on placement, if it matters."""
+    """Compare the placement with the next best one, if the difference matters."""
     others = [
         each
         for each in plan.placements(best.configuration)
@@ -354,7 +356,7 @@ def _placement(plan: Plan, best: Prediction) -> list[str]:
 
 
 def _asynchronous(plan: Plan, best: Prediction) -> list[str]:
-    """What asynchronous updates are worth, and what they are not."""
+    """Say what asynchronous updates gain, and that they are not equal to synchronous ones."""
     if best.configuration.asynchronous:
         old = best.configuration.replicas - 1
         return [
