@@ -1,12 +1,12 @@
-"""Elastic all-reduce in virtual time: replicas are killed, cut off and join in mid-training.
+"""Elastic all-reduce in virtual time: replicas are killed, cut off and join during a training.
 
     step 41            step 42                 step 42 again
     ├──────────────────┼────── x               ├────────────────────┤   worker 2 is killed at x:
-    computes, reduces  │       comes together  │ larger shares      │   the others do its rows, too
+    computes, reduces  │       regroups        │ larger shares      │   the others take its rows
 
-A replica that is killed leaves at once; one that is silent leaves when patience is over. Both join
-when they are back. Each time those who are here come together, and do the step again that was under
-way, with the same global batch. Whether the job goes on is decided by the rule of real jobs.
+A killed replica leaves at once; a silent replica leaves after `patience` seconds. Either joins
+again when it is back. After each change the present replicas regroup, and repeat the interrupted
+step with the same global batch. The rule of real jobs decides whether the job goes on.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ElasticRing(SimulatedRing):
         return self._told(self._updates, now, "")
 
     def _change(self, now: float) -> tuple[float, str]:
-        """A replica leaves or joins; returns when the next step begins, or why none does."""
+        """Apply the next departure or arrival; returns when the next step begins, or why not."""
         at, worker, joins = self._changes.popleft()
         now = max(now, at)
         if self._traces:
@@ -130,7 +130,7 @@ class ElasticRing(SimulatedRing):
 
 
 def _shorter(silent: dict[int, list[Pause]], patience: float) -> dict[int, list[Pause]]:
-    """The times for which replicas wait for a silent one: `patience` at most."""
+    """Shorten silences to `patience`, the longest time that replicas wait."""
     return {
         worker: [(begin, min(until, begin + patience)) for begin, until in found]
         for worker, found in silent.items()
