@@ -224,7 +224,7 @@ def test_what_replicas_hold() -> None:
 
 
 def test_rows_of_pipelines_add_their_gradients_up() -> None:
-    """Each row is a pipeline with its share of the examples; rows all-reduce each stage's gradients."""
+    """Each row is a pipeline with its share of the examples; rows all-reduce gradients."""
     machine, cal = Hardware(cores=8, per_host=4, local=1e9), replace(IDEAL, microbatch=0.0)
     mesh = Configuration(MESH, per_host=4, microbatches=4, schedule="1f1b", rows=2)
     one, two = (predict(model(), machine, cfg, cal) for cfg in (pipeline(2, 2), mesh))
