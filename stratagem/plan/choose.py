@@ -35,7 +35,7 @@ _CAUSES = {"compute": "shared cores"}
 #: the most servers to try
 _SERVERS = 8
 #: how complex each strategy is that divides the model (`_price`)
-_SIMPLE = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
+_COMPLEXITY = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
 #: above this fraction of the highest speed, the smaller and simpler configuration is preferred
 CLOSE = 0.95
 #: updates between two meetings, and fragments, to try for `sync=`: those of studies/bytes
@@ -189,9 +189,9 @@ def candidates(
                 if not profile.sparse or profile.device != "cpu":
                     yield Configuration(CENTRAL, per_host=per_host)
                 if not profile.unserved:
-                    yield from _at_home(per_host)
+                    yield from _on_one_host(per_host)
     if not profile.unserved:
-        yield from _among_hosts(hardware, most)
+        yield from _on_server_hosts(hardware, most)
 
 
 def sizes(most: int) -> list[int]:
@@ -243,14 +243,14 @@ def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configurat
             yield Configuration(MESH, per_host=per_host, microbatches=many, schedule="1f1b", rows=2)
 
 
-def _at_home(per_host: int) -> Iterator[Configuration]:
+def _on_one_host(per_host: int) -> Iterator[Configuration]:
     """Central storage and parameter servers on the only host."""
     yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
     for servers in sizes(min(per_host, _SERVERS)):
         yield from _rules(Configuration(SERVERS, 1, per_host, servers))
 
 
-def _among_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
+def _on_server_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
     """Parameter servers on hosts of their own; the workers get the hosts that are left."""
     for servers in sizes(_SERVERS):
         left = replace(hardware, hosts=max(1, hardware.hosts - servers))
@@ -319,6 +319,6 @@ def _price(of: Prediction) -> tuple[int, int, int, float]:
     """The sort key: fewer hosts first, then fewer devices, then simpler, then faster."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    parts += 4 * cfg.inexact + _SIMPLE.get(cfg.strategy, 0) + cfg.parts - 1
+    parts += 4 * cfg.inexact + _COMPLEXITY.get(cfg.strategy, 0) + cfg.parts - 1
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -86,7 +86,7 @@ class _MirroredStep(PredictedStep):
         exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
         if self.cfg.every > 1:
             met = added(*(self._carried(s / self.cfg.fragments) for s, _ in sizes))
-            exposed = math.fsum(self._stood_still(met).values())
+            exposed = math.fsum(self._not_hidden(met).values())
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
         times = profile.accumulated  # a custom loop all-reduces every micro-batch
         cast *= times
@@ -97,7 +97,7 @@ class _MirroredStep(PredictedStep):
             "optimizer": profile.optimizer,
             "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
-            **self._met(),
+            **self._weight_passes(),
         }
         return self.prediction(parts)
 
@@ -128,14 +128,14 @@ class _MirroredStep(PredictedStep):
             "compute": self.compute,
             "stragglers": self.waiting(),
             "compressing": seconds[wire] * self.crowding / cfg.every,
-            **self._stood_still(carried),
+            **self._not_hidden(carried),
             "optimizer": profile.optimizer,
             "overhead": cal.step,
-            **self._met(),
+            **self._weight_passes(),
         }
         return self.prediction(parts)
 
-    def _stood_still(self, carried: dict[str, float]) -> dict[str, float]:
+    def _not_hidden(self, carried: dict[str, float]) -> dict[str, float]:
         """Seconds per step of sending the fragments that are not hidden behind computation.
 
         DiLoCo sends a fragment during `overlap` updates; all else is sent when a step is over.
@@ -145,7 +145,7 @@ class _MirroredStep(PredictedStep):
         left = max(0.0, whole - beside) / whole if whole else 0.0
         return {name: part * left * cfg.fragments / cfg.every for name, part in carried.items()}
 
-    def _met(self) -> dict[str, float]:
+    def _weight_passes(self) -> dict[str, float]:
         """Seconds per step of the passes over the weights in a meeting, on CPUs."""
         if self.cfg.every == 1 or not self.on_cpu:
             return {}
@@ -273,7 +273,7 @@ class _ServerStep(PredictedStep):
         whole = dense + profile.sparse_bytes / rate
         return max(whole * self.share, profile.optimizer)
 
-    def _talk(self) -> dict[str, float]:
+    def _message_seconds(self) -> dict[str, float]:
         """Seconds of the messages of a step: push, answer, ticket, values."""
         messages = self.cal.exchange * max(1, self.cfg.servers)
         if self.cfg.hosts == 1:
@@ -295,7 +295,7 @@ class _ServerStep(PredictedStep):
             "stragglers": slow,
             self._server_link(cfg.replicas): max(0.0, pushed - end) + pull,
             "the servers' update": self._update() + adding,
-            **self._talk(),
+            **self._message_seconds(),
         }
         return self.prediction(parts)
 
@@ -320,7 +320,7 @@ class _ServerStep(PredictedStep):
         """
         size, values = self.pushes, self.pulls
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
-        update, talk = self._update() + here, self._talk()
+        update, talk = self._update() + here, self._message_seconds()
 
         def carry(size: float, others: int, met: float) -> float:
             worker, server = self._rates()

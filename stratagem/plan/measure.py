@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
 _WARM, _LEAST = 3, 5
 #: the fraction of the time, spent waiting for a processor, above which a note says so
-_TELL = 0.1
+_NOTED_WAITING = 0.1
 #: enough samples for their distribution, and not too long for a person who waits
 _SECONDS, _MOST = 4.0, 200
 
@@ -67,7 +67,7 @@ def rehearse(
     device = torch.device(trial.device)
     given = batch_of(trial, size, device)
     _check_memory(trial, device, size)
-    with _undone(trial), _explained(trial.module, size):
+    with _restored(trial), _explained(trial.module, size):
         trial.module.to(device)
         runner = _Runner(trial, given, device, size / whole)
         seconds = _SECONDS if steps is None else float("inf")
@@ -277,7 +277,7 @@ class _Runner:
 
     def _notes(self, size: int) -> tuple[str, ...]:
         notes = tuple(self.trial.notes)
-        if self.waited > _TELL * self.spent:
+        if self.waited > _NOTED_WAITING * self.spent:
             notes += (
                 f"other work had the processor for {self.waited / self.spent:.0%} of the time "
                 "that was measured, so one device is faster than it seems here, and how many "
@@ -319,7 +319,7 @@ class _Runner:
 
 
 @contextmanager
-def _undone(trial: DryRun) -> Iterator[None]:
+def _restored(trial: DryRun) -> Iterator[None]:
     """Restore weights, gradients, modes, optimizer state and random numbers at the end."""
     module, optimizer = trial.module, trial.optimizer
     modes = [(each, each.training) for each in module.modules()]  # some may be frozen
@@ -365,7 +365,7 @@ def _explained(module: nn.Module, size: int) -> Iterator[None]:
 def _check_memory(trial: DryRun, device: torch.device, size: int) -> None:
     """Refuse a training that does not fit into a CPU's memory, where allocation does not fail."""
     module, left = trial.module, available() if device.type == "cpu" else None
-    copied = sum(t.nbytes for _, t in _tensors(module))  # by _undone
+    copied = sum(t.nbytes for _, t in _tensors(module))  # by _restored
     if left is not None and copied + least(module, trial.optimizer) > left:
         raise _too_big(module, size)
 

@@ -81,7 +81,7 @@ def svg(plan: Plan, titles: bool = True) -> str:
     least = min(0.5, *(each.speedup for _, row in rows for each in row))
     axes = _Axes(math.log2(max(most, 2)), math.floor(math.log2(max(least, 1 / 64))))
     best = plan.recommendation.configuration
-    places = _apart(
+    places = _without_overlap(
         [
             [(axes.x(p.configuration.replicas), axes.y(max(p.speedup, 1 / 64))) for p in row]
             for _, row in rows
@@ -146,7 +146,9 @@ class _Axes:
         return "".join(found)
 
 
-def _apart(rows: Sequence[Sequence[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+def _without_overlap(
+    rows: Sequence[Sequence[tuple[float, float]]],
+) -> list[list[tuple[float, float]]]:
     """Move overlapping points sideways, so that each is visible."""
     taken: list[tuple[float, float]] = []
     found = []
@@ -217,22 +219,22 @@ def _curve(
     way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{8 if p.configuration.replicas == marked else 5}" '
-        f'fill="{colour}" data-say="{html.escape(_told(p))}">'
-        f"{f'<title>{html.escape(_told(p))}</title>' if titles else ''}</circle>"
+        f'fill="{colour}" data-say="{html.escape(_tooltip(p))}">'
+        f"{f'<title>{html.escape(_tooltip(p))}</title>' if titles else ''}</circle>"
         for (x, y), p in zip(points, row, strict=True)
     )
     return f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}'
 
 
-def _told(of: Prediction) -> str:
+def _tooltip(of: Prediction) -> str:
     parts = "\n".join(f"  {name} {each * 1e3:.3g} ms" for name, each in of.parts.items() if each)
     return (
         f"{of.configuration}\n{of.speedup:.2f}x one device, {of.efficiency:.0%} of each\n"
-        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}{_held(of)}"
+        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}{_memory_line(of)}"
     )
 
 
-def _held(of: Prediction) -> str:
+def _memory_line(of: Prediction) -> str:
     if of.memory is None:
         return ""
     return f"\n{say_bytes(of.memory)} on each device{'' if of.fits else ', which do not fit'}"

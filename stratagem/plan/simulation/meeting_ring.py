@@ -59,7 +59,7 @@ class MeetingRing(SimulatedRing):
             if self._traces:
                 self.trace.append((updates[-1], "update", int(clocks.argmax()), (turn + 1,)))
         end = max(float(clocks.max()), there if cadence.under_way is not None else 0.0)
-        return self._told(updates, end + self._meeting * sum(map(bool, cadence.unmet)), "")
+        return self._result(updates, end + self._meeting * sum(map(bool, cadence.unmet)), "")
 
     def _mixed(self, clocks: Seconds, gossip: Gossip, turn: int) -> Seconds:
         """Return the time at which each replica has its neighbours' weights."""

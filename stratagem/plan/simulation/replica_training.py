@@ -99,7 +99,7 @@ class ThreadCollective(Collective):
         #: bytes that this replica has sent, its clock, and the time at which its link is free
         self.bytes, self.seconds, self._free = 0.0, 0.0, 0.0
 
-    def _told(self, mine: Any, find: Callable[[list[Any]], Any] = list) -> Any:
+    def _exchanged(self, mine: Any, find: Callable[[list[Any]], Any] = list) -> Any:
         return self._turns.meet(self.rank, mine, find)
 
     def _sent(
@@ -111,7 +111,7 @@ class ThreadCollective(Collective):
             return max(clock for clock, _ in told), find([each for _, each in told])
 
         self.bytes += size
-        begun, found = self._told((max(self.seconds, self._free), mine), last)
+        begun, found = self._exchanged((max(self.seconds, self._free), mine), last)
         self._free = begun + size / self._topology.rate + messages * self._topology.latency
         return found
 
@@ -152,19 +152,19 @@ class ThreadCollective(Collective):
         return [told[rank] for rank in senders]
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        told = self._told((self.seconds, data.clone()))
+        told = self._exchanged((self.seconds, data.clone()))
         self._wait(max(clock for clock, _ in told))
         return [each for _, each in told]  # a few numbers: only the wait counts
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        found: Tensor = self._told(data)[source]
+        found: Tensor = self._exchanged(data)[source]
         return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        tensor.copy_(self._told(tensor.clone())[source])
+        tensor.copy_(self._exchanged(tensor.clone())[source])
 
     def barrier(self) -> None:
-        self._told(None)
+        self._exchanged(None)
 
 
 def _sum(flats: list[Tensor]) -> Tensor:

@@ -56,17 +56,17 @@ class SimulatedRing:
         """Run step after step; a killed replica ends the job, as it does in real jobs."""
         scenario, now, updates = self.scenario, 0.0, list[float]()
         compute = self.computing()
-        end, why = self._death()
+        end, why = self._job_end()
         for step in range(scenario.steps):
             busy = compute[step]
             slowest = self._slowest(now, busy)
             now = after(self._reduced(now, busy), scenario.work.update, self._silences)
             if now > end:
-                return self._told(updates, end, why)
+                return self._result(updates, end, why)
             updates.append(now)
             if self._traces:
                 self.trace.append((now, "update", slowest, (step + 1,)))
-        return self._told(updates, now, "")
+        return self._result(updates, now, "")
 
     def computing(self) -> Seconds:
         """Return the seconds of every step and replica, drawn from one seed for each replica."""
@@ -82,11 +82,11 @@ class SimulatedRing:
         """Return the time at which the last bucket is all-reduced."""
         done = start
         for ready, cost in zip(self._readies, self._costs, strict=True):
-            begun = max(done, self._all_have(start, busy, ready))
+            begun = max(done, self._all_ready(start, busy, ready))
             done = after(begun, cost, self._silences)
-        return max(done, self._all_have(start, busy, 1.0))
+        return max(done, self._all_ready(start, busy, 1.0))
 
-    def _all_have(self, start: float, busy: Seconds, part: float) -> float:
+    def _all_ready(self, start: float, busy: Seconds, part: float) -> float:
         """Return the time at which every replica has computed that part of its step."""
         last = start + float(busy.max()) * part
         late = (after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
@@ -99,7 +99,7 @@ class SimulatedRing:
             ends[worker] = after(start, float(busy[worker]), pauses) - start
         return int(ends.argmax())
 
-    def _death(self) -> tuple[float, str]:
+    def _job_end(self) -> tuple[float, str]:
         """Return the time at which a lost worker ends the job, and a sentence that names it."""
         ends = [(np.inf, "")]
         for fault in self.scenario.faults:
@@ -112,7 +112,7 @@ class SimulatedRing:
                     ends.append((at, f"worker {worker} does not answer, so the job ends"))
         return min(ends)
 
-    def _told(self, updates: list[float], now: float, why: str) -> SimulatedRun:
+    def _result(self, updates: list[float], now: float, why: str) -> SimulatedRun:
         count = len(updates) * self.scenario.workers
         stats = Stats(received=count, applied=count, updates=len(updates))
         return SimulatedRun(now, tuple(updates), stats, tuple(self.trace), why)

@@ -81,25 +81,27 @@ class MessageCosts:
         self._costs, self._work, self._parts = scenario.overhead, scenario.work, scenario.parts
         self.none = scenario.overhead.none
         self.received = 0.0
-        self.sent = self._mine(len(self._parts), scenario.work.push) + self._costs.worker_step
+        self.sent = (
+            self._worker_seconds(len(self._parts), scenario.work.push) + self._costs.worker_step
+        )
 
     def pull(self, servers: Sequence[SimulatedServer], *, asked: bool, news: bool) -> None:
         """Count a ticket, and new values if there are any (`news`)."""
         size = self._work.fetched if news else 0.0
-        self.received = self._mine(len(servers) - 1 + asked, size)
+        self.received = self._worker_seconds(len(servers) - 1 + asked, size)
         for i, (server, part) in enumerate(zip(servers, self._parts, strict=True)):
-            server.work(self._theirs(asked or i > 0, size * part))
+            server.work(self._server_seconds(asked or i > 0, size * part))
 
     def push(self, servers: Sequence[SimulatedServer]) -> None:
         """Count a gradient that has arrived at all servers."""
         servers[0].work(self._costs.server_step)
         for server, part in zip(servers, self._parts, strict=True):
-            server.work(self._theirs(True, self._work.push * part))
+            server.work(self._server_seconds(True, self._work.push * part))
 
-    def _mine(self, messages: int, size: float) -> float:
+    def _worker_seconds(self, messages: int, size: float) -> float:
         return messages * self._costs.worker_message + size * self._costs.worker_byte
 
-    def _theirs(self, message: bool, size: float) -> float:
+    def _server_seconds(self, message: bool, size: float) -> float:
         return message * self._costs.server_message + size * self._costs.server_byte
 
 
@@ -147,7 +149,7 @@ class LinkQueue(TurnRule):
         number = next(self._number)
         self._under_way[number] = (route, self._network.clock.now)
         if self._network.cuts:
-            self._look_at(number)
+            self._watch_turn(number)
         route.send(then, later, partial(self._passed, number))
 
     def _passed(self, number: int) -> None:
@@ -167,13 +169,13 @@ class LinkQueue(TurnRule):
     def cut(self) -> None:
         """Watch the turns of a host that was cut off."""
         for number in self._under_way:
-            self._look_at(number)
+            self._watch_turn(number)
 
-    def _look_at(self, number: int) -> None:
+    def _watch_turn(self, number: int) -> None:
         if self._under_way[number][0].is_cut:
-            self._network.clock.after(STILL, partial(self._look_again, number))
+            self._network.clock.after(STILL, partial(self._overtake, number))
 
-    def _look_again(self, number: int) -> None:
+    def _overtake(self, number: int) -> None:
         """Overtake a turn whose route is still cut: nothing has arrived."""
         turn = self._under_way.get(number)
         if turn is not None and turn[0].is_cut and is_overtaken(0, STILL):

@@ -83,7 +83,7 @@ class SimulatedWorker:
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
         self._costs = MessageCosts(scenario)
         #: the time of the first fault: before it, two events can be one
-        self._calm = min((fault.at for fault in scenario.faults), default=inf)
+        self._first_fault = min((fault.at for fault in scenario.faults), default=inf)
         self._offer = partial(job.offer, self)
         network, coordinator = job.network, job.servers[0].host
         self._request_route = Route(network, [Flow(self.host, coordinator, 0.0, 0.0)])
@@ -156,7 +156,7 @@ class SimulatedWorker:
     def _ask(self) -> None:
         self._round += 1
         self.asked = self._clock.now
-        self._request_route.send(self._from_me(self._offer))
+        self._request_route.send(self._remote_action(self._offer))
 
     def take(self, ticket: Ticket, epoch: int, *, asked: bool = True) -> None:
         """Take a ticket, and new values from every server that has some.
@@ -200,7 +200,7 @@ class SimulatedWorker:
         self._pending = 1 + len(self._pushes)
         for ready, way in self._pushes:
             if ready < 1.0:
-                begin = partial(way.send, self._from_me(self._sent))
+                begin = partial(way.send, self._remote_action(self._sent))
                 part = begun + seconds * ready
                 self._clock.after(part, self._busy(part, begin))
         whole = begun + seconds + self._costs.sent
@@ -211,7 +211,7 @@ class SimulatedWorker:
         self._result = self.job.trains.gradient(self.number, self._ticket_epoch, self._ticket)
         for ready, way in self._pushes:
             if ready >= 1.0:
-                way.send(self._from_me(self._sent))
+                way.send(self._remote_action(self._sent))
         self._sent()
 
     def _sent(self) -> None:
@@ -242,12 +242,12 @@ class SimulatedWorker:
     def _answered(self, at: float) -> None:
         """At the coordinator: answer the push; the worker asks for its next ticket."""
         heard = at + self._reply_route.latency
-        if heard + self._request_route.latency >= self._calm:
+        if heard + self._request_route.latency >= self._first_fault:
             self._clock.at(heard, self._busy(0.0, self._ask))
         else:  # no fault can come between: one event for the round trip
             self._round += 1
             self.asked = heard
-            self._clock.at(heard + self._request_route.latency, self._from_me(self._offer))
+            self._clock.at(heard + self._request_route.latency, self._remote_action(self._offer))
 
     # --- too late ---------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class SimulatedWorker:
         assert self._ticket is not None
         serial = self._ticket.serial
         self._round += 1
-        self._request_route.send(self._from_me(partial(self._abandoned, serial)))
+        self._request_route.send(self._remote_action(partial(self._abandoned, serial)))
 
     def _abandoned(self, serial: int) -> None:
         self.job.coordinator.abandon(self.attendee, serial)
@@ -273,7 +273,7 @@ class SimulatedWorker:
 
     # --- time -------------------------------------------------------------------------------
 
-    def _from_me(self, action: Callable[[], None]) -> Action:
+    def _remote_action(self, action: Callable[[], None]) -> Action:
         """Return an action at another host, void if process or round have changed by then."""
         return partial(self._if_same, self.life, self._round, action)
 
