@@ -94,7 +94,7 @@ class RunFolder:
         with path.open("rb") as file:
             file.seek(at)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # a line may be half written
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be unfinished
         self._places[path] = at + len(whole)
         for text in whole.splitlines():
             try:

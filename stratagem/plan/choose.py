@@ -30,7 +30,7 @@ WORTH = 0.05
 #: how many times as fast asynchronous updates must be to be recommended: they are not equal to
 #: synchronous ones, and their predictions are up to 40% wrong
 BETTER = 1.40
-#: by part of a step, the reason why it takes longer with several replicas, if that has another name
+#: the reason why a part of a step takes longer with several replicas, if it has another name
 _CAUSES = {"compute": "shared cores"}
 #: the most servers to try
 _SERVERS = 8

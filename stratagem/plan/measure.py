@@ -192,7 +192,7 @@ class _Runner:
     def _ready(self, index: int, param: Tensor) -> None:
         if not kind_of(self.device).queued:
             self._now.ready[index] = time.perf_counter() - self._began
-        else:  # asynchronous devices: note it in their own stream
+        else:  # asynchronous devices: record an event in their own stream
             self._events[index] = self._event()
         if param.grad is not None and param.grad.is_sparse:
             self._sparse[index] = param.grad._indices()

@@ -52,7 +52,7 @@ class _Clock:
 
     def typical(self, kind: str) -> float:
         """The mean seconds of an operation: late ones count, since they delay other stages."""
-        seen = self.batches[1:] or self.batches  # the first one warms up, unless it took long
+        seen = self.batches[1:] or self.batches  # the first one is for warming up
         each = [statistics.fmean(b[kind]) for b in seen if b.get(kind)]
         return statistics.fmean(each) if each else 0.0
 

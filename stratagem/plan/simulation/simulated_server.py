@@ -124,7 +124,7 @@ class LinkQueue(TurnRule):
     ) -> None:
         super().__init__(at_once)
         self._network, self._size, self._worked = network, size, worked
-        #: whether turns and their beginnings have to be known
+        #: whether the beginnings of turns have to be recorded
         self._watches = overtakes or worked > 0
         self._waiting: deque[tuple[Route, Action, float]] = deque()
         self._sending = 0
