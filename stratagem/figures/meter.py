@@ -1,12 +1,12 @@
-"""Where the time of this process goes: counters to which code that waits, loads or sends adds.
+"""Counters of the time that this process waits, loads and sends, and of the bytes that it sends.
 
     wait    for other replicas, or for a ticket of the servers
     load    drawing batches from the dataset
-    link    bringing gradients to the servers, and values back
-    bytes   handed over to be sent or added up
+    link    sending gradients to the servers, and receiving values
+    bytes   given to be sent or all-reduced
 
-They only grow. `training/step_figures.py` takes the differences of each step; the rest of a step's
-time is computation.
+The counters only grow. `training/step_figures.py` takes their differences for each step; the rest
+of a step's time is computation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Meter:
-    """The counters, in seconds and bytes. One thread trains; a lost addition would do no harm."""
+    """The counters, in seconds and bytes; without a lock, since a lost addition does no harm."""
 
     __slots__ = (
         "bytes",
@@ -41,15 +41,15 @@ class Meter:
     def __init__(self) -> None:
         self.wait = self.load = self.link = 0.0
         self.bytes = 0
-        #: gradients that were pushed to servers, and how many updates each was behind, added up
+        #: gradients that were pushed to servers, and the sum of their staleness in updates
         self.pushes = self.staleness = 0
         #: how often the membership has changed
         self.generation = 0
-        #: the sum of the batches' losses that are known here, and their number
+        #: the sum of the batches' losses that this process knows, and their number
         self.loss, self.losses = 0.0, 0
-        #: how often an epoch has begun: the time between two is no part of a step
+        #: epochs that have begun: the time between two epochs is no part of a step
         self.passes = 0
-        #: "wait" or "load" while the process does that, and since when
+        #: "wait" or "load" while the process waits or loads, and since when
         self.doing, self.since = "", 0.0
         self.is_loading = False
 
@@ -68,7 +68,7 @@ class Meter:
             self.is_loading, self.doing = False, ""
 
     def next_of(self, source: Iterator[T], nothing: object) -> T | object:
-        """Return the next batch of a source, or `nothing`, and time that."""
+        """Return the next batch of a source, or `nothing` at its end, and time it."""
         if self.is_loading:
             return next(source, nothing)
         before, started = self.wait, time.perf_counter()  # as `loading`, in a third of its time
@@ -81,7 +81,7 @@ class Meter:
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        """Time the transfer of tensors to servers, or from them."""
+        """Time a transfer of tensors to or from servers."""
         before, started = self.wait, time.perf_counter()
         try:
             yield

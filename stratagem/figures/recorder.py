@@ -1,4 +1,4 @@
-"""A task's file of figures: JSON lines in the folder that STRATAGEM_RECORD names.
+"""Record a task's figures and events: JSON lines in the folder that STRATAGEM_RECORD names.
 
     {"time": 1760000000.1, "event": "start", "task": "worker 1", "host": "b", "pid": 4711}
     {"time": 1760000001.1, "step": 96, "steps": 96, "rate": 1536.2, "compute": 0.0071, ...}
@@ -26,12 +26,12 @@ from typing import Any
 
 log = logging.getLogger("stratagem")
 
-#: names the folder of a run
+#: the environment variable with the folder of a run
 VARIABLE = "STRATAGEM_RECORD"
 PERIOD = 1.0  # seconds between two lines
 ENDING = ".jsonl"
 
-#: the recorders of this process by task, and the events before there was one
+#: the recorders of this process by task, and events from before the first recorder
 _recorders: dict[str, Recorder] = {}
 _early: list[dict[str, Any]] = []
 
@@ -52,7 +52,7 @@ class Recorder:
             self.write(event="start", task=task, host=socket.gethostname(), pid=os.getpid())
 
     def write(self, **figures: Any) -> None:
-        """Append a line; a disk that is full ends the recording, not the training."""
+        """Append a line; a full disk ends the recording, not the training."""
         now = round(time.time(), 3)
         data = json.dumps({"time": now, **figures}, allow_nan=False).encode() + b"\n"
         with self._lock:
@@ -66,7 +66,7 @@ class Recorder:
                 log.warning("the figures of %s are no longer recorded: %s", self.task, problem)
 
     def keep_writing(self, idle: Callable[[], dict[str, Any]]) -> None:
-        """Have a thread write what `idle` returns whenever there was no line for a period."""
+        """Start a thread that writes `idle()` whenever no line was written for a period."""
         first, self._idle = self._idle is None, idle
         if first:
             threading.Thread(target=self._watch, name="stratagem-figures", daemon=True).start()
@@ -96,7 +96,7 @@ def recorder(task: str) -> Recorder | None:
 
 
 def event(kind: str, text: str, **facts: Any) -> None:
-    """Record an event: a fault, a join, a checkpoint. `about` names another task than this one."""
+    """Record an event: a fault, a join, a checkpoint. `about` names a task other than this one."""
     if not os.environ.get(VARIABLE):
         return
     entry = {"event": kind, "text": text, **facts}
@@ -112,7 +112,7 @@ def is_recording() -> bool:
 
 
 def epoch_event(epoch: int, logs: Mapping[str, Any]) -> None:
-    """Record the end of an epoch; `logs` as callbacks get them."""
+    """Record the end of an epoch; `logs` are those of callbacks."""
     if os.environ.get(VARIABLE):
         numbers = {name: float(n) for name, n in logs.items() if isinstance(n, int | float)}
         known = {name: n for name, n in numbers.items() if math.isfinite(n)}
@@ -129,7 +129,7 @@ def _end(owner: int) -> None:
 
 
 def _forget() -> None:
-    """Drop the recorders in a forked child, which is another task, or none."""
+    """Drop the recorders in a forked child, which is a different task or none."""
     _recorders.clear()
     _early.clear()
 

@@ -1,4 +1,4 @@
-"""Reads a run's folder: its tasks, their lines of figures, and their events."""
+"""Read a run's folder: its tasks, their lines of figures, and their events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from stratagem.errors import UsageError
 from stratagem.figures.recorder import ENDING, VARIABLE
 
-#: the launcher's own file, with the fates of its processes
+#: the name of the launcher's file, with the ends of its processes
 LAUNCHER = "launcher"
 SILENT = 10.0  # seconds without a line, after which a task is called silent
 RUNS = Path("runs")
@@ -32,13 +32,13 @@ class RunTask:
     pid: int = 0
     starts: int = 0
     lines: list[Line] = field(default_factory=list)
-    #: when the task's last line was written, and how the task ended: "" is well, None not yet
+    #: when the task's last line was written, and the error that ended it: "" none, None: it runs
     heard: float = 0.0
     end: str | None = None
 
     @property
     def last(self) -> Line:
-        """The newest line of figures with steps in it, or else the newest."""
+        """The newest line of figures with steps, or else the newest line."""
         steps = next((line for line in reversed(self.lines) if line.get("steps")), {})
         return steps or (self.lines[-1] if self.lines else {})
 
@@ -52,13 +52,13 @@ class RunTask:
 
     @property
     def doing(self) -> str:
-        """What the task is waiting for or loading, if no step ended in its last second."""
+        """The wait or load that the task is in, and its length, if no step has just ended."""
         line = self.lines[-1] if self.lines else {}
         return f"{line['doing']} {line['seconds']:.0f} s" if "doing" in line else ""
 
 
 class RunFolder:
-    """Follows the files of a run; `read` takes what was appended since."""
+    """Follows the files of a run; `read` returns the lines that were appended."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -74,7 +74,7 @@ class RunFolder:
         self._here = socket.gethostname()
 
     def read(self) -> list[tuple[str, Line]]:
-        """Read what was appended; return the new lines of figures with their tasks."""
+        """Return the new lines of figures with their tasks, and add new events to `events`."""
         found: list[tuple[str, Line]] = []
         paths = sorted(self.path.glob(f"*{ENDING}"))
         new = [(path, line) for path in paths for line in self._appended(path)]
@@ -94,7 +94,7 @@ class RunFolder:
         with path.open("rb") as file:
             file.seek(at)
             data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]  # a line may be half written
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be unfinished
         self._places[path] = at + len(whole)
         for text in whole.splitlines():
             try:
@@ -134,11 +134,11 @@ class RunFolder:
         if task.end is not None:
             return "dead" if task.end else "done"
         if task.host == self._here and not _lives(task.pid):
-            # a process that was started by another ends with it, and writes no end of its own
+            # a process of a strategy ends with its parent, and writes no end of its own
             ended = [each.end for each in self.tasks.values() if each.end is not None]
             return "done" if ended and not any(ended) else "dead"
         if not task.lines and task.host == self._here:
-            return "runs"  # the process lives, and has made no step yet
+            return "runs"  # the process is alive, and has made no step yet
         now = time.time() if now is None else now
         return "silent" if now - task.heard > SILENT else "runs"
 
@@ -164,7 +164,7 @@ def _lives(pid: int) -> bool:
 
 
 def find(given: str | None) -> RunFolder:
-    """Open the given folder, or that of STRATAGEM_RECORD, or the newest in runs/."""
+    """Open the given folder, the one that STRATAGEM_RECORD names, or the newest in runs/."""
     if given is not None:
         return RunFolder(Path(given))
     if os.environ.get(VARIABLE):

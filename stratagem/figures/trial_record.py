@@ -1,6 +1,6 @@
 """The files of a sweep's trial, in the folder that STRATAGEM_TRIAL names: metrics and a model.
 
-    metrics.jsonl      {"epoch": 3, "loss": 0.41, "val_accuracy": 0.93}, a line an epoch
+    metrics.jsonl      {"epoch": 3, "loss": 0.41, "val_accuracy": 0.93}, one line per epoch
     model.safetensors, or model.keras; written when `fit` ends
 
 Nothing is written if the variable is not set. A script without `fit` appends such lines itself.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-#: names the folder of a trial
+#: the environment variable with the folder of a trial
 VARIABLE = "STRATAGEM_TRIAL"
 METRICS = "metrics.jsonl"
 #: the stem of a model's files
@@ -29,7 +29,7 @@ def model_path(ending: str) -> Path | None:
 
 
 def record_epoch(epoch: int, logs: Mapping[str, Any]) -> None:
-    """Append the line of an epoch; numbers that are not finite become null."""
+    """Append an epoch's line; numbers that are not finite become null."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return

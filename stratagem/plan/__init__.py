@@ -8,16 +8,16 @@
     batch             (x, y), as many examples as one replica computes at once
     link, latency     between hosts, as "10Gbit" and "50us"
     hosts             how many there could be, of
-    gpus_per_host     devices each (as many as are here)
+    gpus_per_host     devices each (default: as many as this machine has)
     most              the largest number of replicas to look at
-    memory            of each device, as "16GB" (what is here)
-    lossy             also compressions, and whether they pay
+    memory            of each device, as "16GB" (default: what this machine has)
+    lossy             also predict gradient compression, and say whether it pays
 
-The answer shows itself; it has a `sentence`, `code` to paste, the `recommendation` with its
-figures, and `save("plan.html")`, .png or .json.
+The result displays itself in a notebook; it has a `sentence`, `code` to paste, the `recommendation`
+with its predicted numbers, and `save("plan.html")`, .png or .json.
 
-The package bears the name of its main function, so it can be called itself: whichever of the two
-`sg.plan` has found, both work.
+The package has the name of its main function, so the package is callable: `sg.plan(...)` works
+whether `sg.plan` is the package or the function.
 """
 
 from __future__ import annotations

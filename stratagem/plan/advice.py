@@ -22,14 +22,14 @@ from stratagem.plan.hardware import rate, say_bytes, say_rate
 from stratagem.plan.lossy_advice import lossy_sentence
 from stratagem.plan.profile import Profile
 
-#: where one process has several devices
+#: a comment in the code for a custom loop, if one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
-#: what the devices of a divided model are called
+#: the word for the devices of each strategy that divides the model
 _NOUNS = {PIPELINE: "stages", MESH: "stages", TENSOR: "devices"}
-#: memory that a training of Adam took in all, of what is counted
-_ON_TOP = 1.7
-#: links that are sold
-_SOLD = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
+#: measured memory of a training with Adam, relative to the memory that the planner counts
+_PEAK = 1.7
+#: common link speeds, of which the sentence names the first that is enough
+_COMMON_LINKS = ("1Gbit", "10Gbit", "25Gbit", "100Gbit", "400Gbit")
 
 
 def sentence(plan: Plan) -> str:
@@ -44,30 +44,37 @@ def _sentence(plan: Plan) -> str:
         text = (
             f"Stay on one device: {say_number(best.rate)} examples/s, and nothing in step that was "
             "tried is faster by a twentieth, and by a twentieth of a device for each one added"
-            f"{_because(plan)}."
+            f"{_reasons(plan)}."
         )
-        said = [*_tight(best), *_refused(plan), *_link(plan, best), *_doubt(plan)]
+        said = [
+            *_memory_warning(best),
+            *_refused(plan),
+            *_link(plan, best),
+            *_measurement_warning(plan),
+        ]
         return " ".join([text, *said])
     if not best.fits:
-        return " ".join(_holds(plan, best))
+        return " ".join(_memory_sentences(plan, best))
     text = (
-        f"Take {_called(cfg)} on {cfg.replicas} {_nouns(cfg)}{_spares(cfg)} "
+        f"Take {_strategy_text(cfg)} on {cfg.replicas} {_nouns(cfg)}{_spares(cfg)} "
         f"({cfg.placement}{_servers(cfg)}): "
         f"{say_number(best.rate)} examples/s, {best.speedup:.1f}x one device, "
-        f"{best.efficiency:.0%} of each{_needs(best)}{_beyond(plan, best)}."
+        f"{best.efficiency:.0%} of each{_memory_text(best)}{_saturation_text(plan, best)}."
     )
     more = (
-        _tight(best),
+        _memory_warning(best),
         _link(plan, best),
         _placement(plan, best),
         _asynchronous(plan, best),
-        _doubt(plan),
+        _measurement_warning(plan),
     )
-    return " ".join([*_holds(plan, best), text, *(each for part in more for each in part)])
+    return " ".join(
+        [*_memory_sentences(plan, best), text, *(each for part in more for each in part)]
+    )
 
 
 def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
-    """Of one strategy, the row to compare with the recommendation: as many devices, if it can."""
+    """Return a strategy's prediction with about as many devices as the recommendation."""
     wanted = max(2, plan.recommendation.configuration.replicas)
     if plan.recommendation in row:
         return plan.recommendation
@@ -75,7 +82,7 @@ def like(plan: Plan, row: Sequence[Prediction]) -> Prediction:
 
 
 def why_not(plan: Plan, each: Prediction) -> str:
-    """Reasons against a configuration; none against the recommended one."""
+    """Return the reason against a configuration; empty for the recommended one."""
     best, cfg = plan.recommendation, each.configuration
     if not each.fits and each.memory is not None and each.room is not None:
         return f"does not fit into {say_bytes(each.room)}"
@@ -94,8 +101,8 @@ def why_not(plan: Plan, each: Prediction) -> str:
     return "more devices, which add little" if not here else "not worth what it adds"
 
 
-def _holds(plan: Plan, best: Prediction) -> list[str]:
-    """The sentence that one device has too little memory, and what has enough."""
+def _memory_sentences(plan: Plan, best: Prediction) -> list[str]:
+    """Say if one device has too little memory, and what comes nearest if no configuration fits."""
     one = plan.one
     if one.fits or one.memory is None or one.room is None:
         return []
@@ -113,18 +120,18 @@ def _holds(plan: Plan, best: Prediction) -> list[str]:
     ]
 
 
-def _tight(best: Prediction) -> list[str]:
-    """The warning that uncounted memory may not fit, if little is left."""
-    if best.memory is None or best.room is None or best.memory * _ON_TOP <= best.room:
+def _memory_warning(best: Prediction) -> list[str]:
+    """Warn if so little memory is left that allocators and temporaries may not fit."""
+    if best.memory is None or best.room is None or best.memory * _PEAK <= best.room:
         return []
     return [
         f"That leaves {say_bytes(best.room - best.memory)} of {say_bytes(best.room)} on each "
-        f"device for allocators and temporaries, which took up to {_ON_TOP - 1:.0%} more where it "
+        f"device for allocators and temporaries, which took up to {_PEAK - 1:.0%} more where it "
         "was measured: try it first."
     ]
 
 
-def _doubt(plan: Plan) -> list[str]:
+def _measurement_warning(plan: Plan) -> list[str]:
     """Reasons not to trust the figures."""
     if not plan.profile.restless:
         return []
@@ -135,7 +142,7 @@ def _doubt(plan: Plan) -> list[str]:
 
 
 def code(plan: Plan) -> str:
-    """Python to paste into the script; it runs as it stands."""
+    """Return Python code to paste into the script."""
     best = plan.recommendation
     cfg, batch = best.configuration, plan.profile.batch
     parts, own = plan.profile.accumulated, plan.profile.own_loop
@@ -157,7 +164,7 @@ def code(plan: Plan) -> str:
 
 
 def _threads(profile: Profile, cfg: Configuration) -> list[str]:
-    """Where one replica has a host to itself; several share out its cores anyway."""
+    """Set the number of threads if fewer are faster; replicas that share a host set it anyway."""
     if profile.usual_threads is None or cfg.per_host > 1:
         return []
     faster = f"faster here than {profile.usual_threads}"
@@ -168,35 +175,35 @@ def _nouns(cfg: Configuration) -> str:
     return _NOUNS.get(cfg.strategy, "replicas")
 
 
-def _needs(best: Prediction) -> str:
-    """What a device of a divided model holds."""
+def _memory_text(best: Prediction) -> str:
+    """The memory of each device, if the model is divided."""
     if best.memory is None or best.configuration.strategy not in (*_NOUNS, SHARDED):
         return ""
     return f", {say_bytes(best.memory)} on each"
 
 
 def _link(plan: Plan, best: Prediction) -> list[str]:
-    """Whether the network is enough, and if not, what would be."""
+    """Say whether the link is fast enough, and if not, which link would be."""
     if plan.hardware.hosts == 1:
         return []
     here = say_rate(plan.hardware.link)
     if best.configuration.hosts == 1:
-        return _apart(plan, best, here)
+        return _link_for_more_hosts(plan, best, here)
     free = _with_link(plan, best.configuration, 1e15)
     if best.rate >= free.rate * CLOSE:
         gain = max(0.01, free.rate / best.rate - 1)
         many = f"For {best.configuration.replicas} replicas"
         return [f"{many} {here} is enough: a faster link would add {gain:.0%} at most."]
-    for name in _SOLD:
+    for name in _COMMON_LINKS:
         faster = _with_link(plan, best.configuration, rate(name))
         if rate(name) > plan.hardware.link and faster.rate >= free.rate * CLOSE:
             return [f"{here} holds it back: with {name} it would be {faster.speedup:.1f}x."]
     return [f"{here} holds it back: with no limit it would be {free.speedup:.1f}x."]
 
 
-def _apart(plan: Plan, best: Prediction, here: str) -> list[str]:
-    """The link from which on several hosts would be worth having, where one is the best."""
-    for name in _SOLD:
+def _link_for_more_hosts(plan: Plan, best: Prediction, here: str) -> list[str]:
+    """If one host is best: name the slowest link with which several hosts would be faster."""
+    for name in _COMMON_LINKS:
         if rate(name) > plan.hardware.link:
             faster = choose(
                 plan.profile,
@@ -219,8 +226,10 @@ def _with_link(plan: Plan, configuration: Configuration, link: float) -> Predict
 
 
 def constructor(cfg: Configuration, device: str, per_host: int) -> str:
-    """The call that makes the strategy. Devices are named unless the configuration uses all the
-    GPUs of each host, which are `per_host`."""
+    """Return the call that makes the strategy.
+
+    Devices are named unless the configuration uses all `per_host` GPUs of each host.
+    """
     wire = [f"wire=sg.{cfg.wire}" if cfg.lossy else f'wire="{cfg.wire}"'] if cfg.wire else []
     here, rule = _devices(cfg.per_host, device), f"updates={_updates(cfg)}"
     if cfg.strategy == MIRRORED:
@@ -265,7 +274,7 @@ def _updates(cfg: Configuration) -> str:
 
 
 def _cluster(cfg: Configuration) -> list[str]:
-    """What the environment has to say, where there are several hosts."""
+    """Comments that say how to start the cluster, if there are several hosts."""
     if cfg.hosts == 1:
         return []
     workers = cfg.hosts if cfg.strategy != SERVERS else cfg.replicas
@@ -277,7 +286,7 @@ def _cluster(cfg: Configuration) -> list[str]:
     ]
 
 
-def _called(cfg: Configuration) -> str:
+def _strategy_text(cfg: Configuration) -> str:
     rule = ", asynchronous" if cfg.asynchronous else ""
     wire = f" with {cfg.wire if cfg.lossy else 'bf16'} on the wire" if cfg.wire else ""
     how = ", adding up inside each host first" if cfg.hierarchical else ""
@@ -296,19 +305,19 @@ def _servers(cfg: Configuration) -> str:
     return f", and {cfg.servers} server{'s' * (cfg.servers > 1)}"
 
 
-def _because(plan: Plan) -> str:
+def _reasons(plan: Plan) -> str:
     reasons = {s.reason for s in plan.saturations.values() if s.reached}
     return f" (what binds: {', '.join(sorted(reasons))})" if reasons else ""
 
 
-def _beyond(plan: Plan, best: Prediction) -> str:
+def _saturation_text(plan: Plan, best: Prediction) -> str:
     at = plan.saturations[best.configuration.family]
     if not at.reached:
-        return f"; up to {at.replicas}, {_end(plan, best)}, each more still pays"
+        return f"; up to {at.replicas}, {_why_no_more(plan, best)}, each more still pays"
     return f"; beyond {at.replicas} replicas one more adds little, because of {at.reason}"
 
 
-def _end(plan: Plan, best: Prediction) -> str:
+def _why_no_more(plan: Plan, best: Prediction) -> str:
     """Why no more replicas were tried."""
     cfg = best.configuration
     most = plan.families[cfg.family][-1].configuration
@@ -318,7 +327,7 @@ def _end(plan: Plan, best: Prediction) -> str:
 
 
 def _refused(plan: Plan) -> list[str]:
-    """Asynchronous updates that would pay, where none are recommended."""
+    """Say why asynchronous updates that would be faster are not recommended."""
     free = [each for each in plan.worth if each.configuration.asynchronous]
     if not free:
         return []
@@ -337,7 +346,7 @@ def _refused(plan: Plan) -> list[str]:
 
 
 def _placement(plan: Plan, best: Prediction) -> list[str]:
-    """The sentence on placement, if it matters."""
+    """Compare the placement with the next best one, if the difference matters."""
     others = [
         each
         for each in plan.placements(best.configuration)
@@ -354,7 +363,7 @@ def _placement(plan: Plan, best: Prediction) -> list[str]:
 
 
 def _asynchronous(plan: Plan, best: Prediction) -> list[str]:
-    """What asynchronous updates are worth, and what they are not."""
+    """Say what asynchronous updates gain, and that they are not equal to synchronous ones."""
     if best.configuration.asynchronous:
         old = best.configuration.replicas - 1
         return [

@@ -1,4 +1,4 @@
-"""Every strategy at every size: what each does, where it stops paying, and which to take."""
+"""Predict every strategy at every number of replicas, and choose the one to recommend."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import Profile
 
-#: one more device that adds less than this part of one is not worth having
+#: the least that one more device must add, as a fraction of one device's speed
 WORTH = 0.05
-#: asynchronous updates are not the equals of synchronous ones, and are predicted up to 40% wrong:
-#: they must be this much faster
+#: how many times as fast asynchronous updates must be to be recommended: they are not equal to
+#: synchronous ones, and their predictions are up to 40% wrong
 BETTER = 1.40
-#: why a part of the step is longer among others
+#: the reason why a part of a step takes longer with several replicas, if it has another name
 _CAUSES = {"compute": "shared cores"}
-#: servers that are tried at most
+#: the most servers to try
 _SERVERS = 8
-#: how much there is to a strategy that divides the model
-_SIMPLE = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
-#: of two that are this close, the smaller and simpler
+#: how complex each strategy is that divides the model (`_price`)
+_COMPLEXITY = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
+#: above this fraction of the highest speed, the smaller and simpler configuration is preferred
 CLOSE = 0.95
-#: updates between two meetings, where those are tried: what studies/bytes looks at
+#: updates between two meetings, and fragments, to try for `sync=`: those of studies/bytes
 EVERY = 20
 FRAGMENTS = 4
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """From how many replicas on more of them are not worth having, and why; 1: from the first."""
+    """The number of replicas beyond which more are not worth having, and the reason."""
 
     family: str
     replicas: int
-    #: whether more of this family were tried at all
+    #: whether more replicas of this family were tried
     reached: bool
     reason: str
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was predicted, best placement first for each strategy and number of replicas."""
+    """The predictions of a model on some hardware, and the recommendation."""
 
     profile: Profile
     hardware: Hardware
@@ -67,7 +67,7 @@ class Plan:
 
     @cached_property
     def families(self) -> dict[str, list[Prediction]]:
-        """By strategy: the placement to take at each number of replicas, fewest first."""
+        """For each family, its best placement at each number of replicas, in ascending order."""
         found: dict[str, dict[int, list[Prediction]]] = {}
         for each in self.predictions:
             row = found.setdefault(each.configuration.family, {})
@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def one(self) -> Prediction:
-        """One device."""
+        """The prediction for one device."""
         return predict(self.profile, self.hardware, Configuration(), self.calibration)
 
     @cached_property
@@ -89,12 +89,15 @@ class Plan:
 
     @cached_property
     def most(self) -> int:
-        """The largest number of replicas that was looked at."""
+        """The largest number of replicas that was tried."""
         return max(each.configuration.replicas for each in self.predictions)
 
     @cached_property
     def worth(self) -> list[Prediction]:
-        """One device, and whatever pays for what it adds to that; of these, what fits."""
+        """The predictions that fit and are worth their devices, one device first.
+
+        Empty if one device has too little memory.
+        """
         if not self.one.fits:
             return []
         return [self.one] + [
@@ -109,24 +112,24 @@ class Plan:
 
     @cached_property
     def recommendation(self) -> Prediction:
-        """The least that is about as fast as anything, synchronous unless that costs much.
+        """The smallest configuration that is about as fast as the fastest; synchronous if possible.
 
-        Where one device has not the memory: the fewest devices that have. Fewer meetings are shown,
-        not recommended: they are another way to train, with rates of their own.
+        If one device has too little memory: the fitting configuration on the fewest devices. Fewer
+        meetings (`sync=`) are shown, not recommended: they need learning rates of their own.
         """
         if not self.one.fits:
             return _least_that_fits([e for e in self.predictions if e.configuration.every == 1])
         worth = [each for each in self.worth if each.configuration.every == 1]
         in_step = [each for each in worth if not each.configuration.asynchronous]
         if self.profile.restless:
-            # Its stragglers are this machine's own: no reason to train another way elsewhere.
+            # other work on this machine caused the stragglers: the target machines may have none
             return _cheapest([each for each in in_step if not each.configuration.spares])
         best = max(each.rate for each in in_step)
         free = max(each.rate for each in worth) > best * BETTER
         return _cheapest(worth if free else in_step)
 
     def placements(self, like: Configuration) -> list[Prediction]:
-        """The other ways to place as many replicas, the best first."""
+        """Return all placements of as many replicas of the same family, the fastest first."""
         alike = [
             each
             for each in self.predictions
@@ -146,7 +149,7 @@ def choose(
 ) -> Plan:
     """Predict every strategy from one replica to `most`: by default, all that the hardware has.
 
-    lossy: also with less than gradients on the wire, where their encoding was measured.
+    lossy: also predict the compressions whose encoding was measured, and fewer meetings.
     """
     check_most(most)
     most = most or hardware.size
@@ -186,18 +189,18 @@ def candidates(
                 if not profile.sparse or profile.device != "cpu":
                     yield Configuration(CENTRAL, per_host=per_host)
                 if not profile.unserved:
-                    yield from _at_home(per_host)
+                    yield from _on_one_host(per_host)
     if not profile.unserved:
-        yield from _among_hosts(hardware, most)
+        yield from _on_server_hosts(hardware, most)
 
 
 def sizes(most: int) -> list[int]:
-    """1, 2, 4, ... and the last."""
+    """Return the powers of two up to `most`, and `most`."""
     return sorted({*(1 << i for i in range(most.bit_length())), most})
 
 
 def _placements(n: int, hardware: Hardware) -> list[tuple[int, int]]:
-    """Hosts and replicas on each, all alike, the fewest hosts first; none if n cannot be split."""
+    """Return all placements of n replicas as (hosts, replicas per host), the fewest hosts first."""
     return [
         (n // each, each)
         for each in range(min(n, hardware.per_host), 0, -1)
@@ -216,7 +219,7 @@ def _mirrored(hosts: int, per_host: int) -> Iterator[Configuration]:
 
 
 def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configuration]:
-    """What divides the model itself, where it is known what that holds."""
+    """The strategies that divide the model, if its memory was measured."""
     if profile.footprint is None or profile.sparse:
         return
     if not profile.unsharded:
@@ -240,15 +243,15 @@ def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configurat
             yield Configuration(MESH, per_host=per_host, microbatches=many, schedule="1f1b", rows=2)
 
 
-def _at_home(per_host: int) -> Iterator[Configuration]:
-    """Servers of one host."""
+def _on_one_host(per_host: int) -> Iterator[Configuration]:
+    """Central storage and parameter servers on the only host."""
     yield Configuration(CENTRAL, per_host=per_host, asynchronous=True)
     for servers in sizes(min(per_host, _SERVERS)):
         yield from _rules(Configuration(SERVERS, 1, per_host, servers))
 
 
-def _among_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
-    """Servers on hosts of their own, which compute nothing: workers have what is left."""
+def _on_server_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
+    """Parameter servers on hosts of their own; the workers get the hosts that are left."""
     for servers in sizes(_SERVERS):
         left = replace(hardware, hosts=max(1, hardware.hosts - servers))
         full = min(most, left.size)
@@ -261,7 +264,7 @@ def _among_hosts(hardware: Hardware, most: int) -> Iterator[Configuration]:
 
 
 def _rules(plain: Configuration) -> Iterator[Configuration]:
-    """In step, with spares, and each by itself."""
+    """The same configuration synchronous, asynchronous, and synchronous with spares."""
     yield plain
     yield replace(plain, asynchronous=True)
     if plain.replicas >= 4:
@@ -269,7 +272,7 @@ def _rules(plain: Configuration) -> Iterator[Configuration]:
 
 
 def _saturation(family: str, row: Sequence[Prediction], one: Prediction) -> Saturation:
-    """Up to where replicas add a twentieth of a device each, beginning with one device."""
+    """Find the last number of replicas at which each one adds `WORTH` of a device."""
     here, more = one, list(row)
     for place, each in enumerate(row):
         if _size(each) == 1 or _gain(here, each) >= WORTH:
@@ -279,18 +282,18 @@ def _saturation(family: str, row: Sequence[Prediction], one: Prediction) -> Satu
 
 
 def _gain(less: Prediction, more: Prediction) -> float:
-    """The part of a device that each added one brings."""
+    """The speed that each added device brings, as a fraction of one device's."""
     return (more.speedup - less.speedup) / max(1, _size(more) - _size(less))
 
 
 def _size(of: Prediction) -> int:
-    """Devices, and servers on hosts of their own."""
+    """The number of devices, and of servers on hosts of their own."""
     cfg = of.configuration
     return cfg.replicas + (cfg.servers if cfg.hosts > 1 else 0)
 
 
 def bottleneck(of: Prediction, one: Prediction) -> str:
-    """The cause of the largest part of a step that one device's step does not have."""
+    """Return the cause of most of the time by which a step is longer than one device's."""
     alone = {**one.parts, "the servers' update": one.parts["optimizer"]}
     lost = {_CAUSES.get(name, name): each - alone.get(name, 0.0) for name, each in of.parts.items()}
     name = max(lost, key=lambda each: lost[each])
@@ -307,15 +310,15 @@ def _least_that_fits(of: Sequence[Prediction]) -> Prediction:
 
 
 def _cheapest(of: Sequence[Prediction]) -> Prediction:
-    """The predictions that are about as fast as the fastest."""
+    """The cheapest of the predictions that are about as fast as the fastest."""
     best = max(each.rate for each in of)
     return min((each for each in of if each.rate >= best * CLOSE), key=_price)
 
 
 def _price(of: Prediction) -> tuple[int, int, int, float]:
-    """Machines first, then devices, then what is simple, then speed."""
+    """The sort key: fewer hosts first, then fewer devices, then simpler, then faster."""
     cfg = of.configuration
     parts = cfg.asynchronous * 4 + cfg.served * 2 + bool(cfg.wire) + cfg.hierarchical
-    parts += 4 * cfg.inexact + _SIMPLE.get(cfg.strategy, 0) + cfg.parts - 1
+    parts += 4 * cfg.inexact + _COMPLEXITY.get(cfg.strategy, 0) + cfg.parts - 1
     machines = cfg.hosts + (cfg.servers if cfg.hosts > 1 else 0)
     return machines, cfg.replicas, parts + cfg.spares, -of.rate

@@ -1,4 +1,4 @@
-"""One way to spread a training: strategy, placement, servers, spares, and what travels."""
+"""The configuration of a training to predict: strategy, placement, servers, spares and wire."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ PIPELINE = "PipelineStrategy"
 MESH = "Mesh"
 TENSOR = "TensorParallelStrategy"
 STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE, MESH, TENSOR)
-#: chunks of time, in place of a schedule of microbatches
+#: the schedule of a pipeline with chunks of time (`columns=`) instead of microbatches
 COLUMNS = "columns"
 PLANNED = {**SCHEDULES, COLUMNS: waves}
-#: parts of the model that a device of a pipeline has, by the schedule
+#: by schedule, the number of parts of the model on each device of a pipeline
 PARTS = {name: 2 if name == "interleaved" else 1 for name in PLANNED}
 _WIRES = (None, "float32", "bfloat16", *LOSSY)
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """`hosts` of `per_host` replicas; parameter servers of several hosts have hosts of their own.
+    """One way to distribute a training over `hosts` hosts with `per_host` replicas each.
+
+    With several hosts, parameter servers are on hosts of their own.
 
     >>> Configuration("MultiWorkerMirroredStrategy", hosts=4, per_host=8, wire="bfloat16")
     >>> Configuration("ParameterServerStrategy", hosts=4, servers=2, spares=1)
@@ -44,14 +46,14 @@ class Configuration:
     asynchronous: bool = False
     #: gradients are added up inside each host first
     hierarchical: bool = False
-    #: of a batch, for the devices of a pipeline, which are its stages
+    #: microbatches of a batch, for pipelines, whose devices are stages
     microbatches: int = 0
     schedule: str = ""
-    #: pipelines beside each other, of a mesh
+    #: data-parallel pipelines of a mesh
     rows: int = 1
-    #: steps from one meeting of the replicas to the next
+    #: steps between two meetings of the replicas (`sync=`)
     every: int = 1
-    #: parts of the model that meet in turn, each beside some updates (`sg.DiLoCo`)
+    #: parts of the model that are synchronized in turn, during some updates (`sg.DiLoCo`)
     fragments: int = 1
     overlap: int | None = None
 
@@ -89,32 +91,32 @@ class Configuration:
 
     @property
     def served(self) -> bool:
-        """Whether parameters have one home."""
+        """Whether the parameters are in one place: on servers, or in central storage."""
         return self.strategy in (SERVERS, CENTRAL)
 
     @property
     def staged(self) -> bool:
-        """Whether devices have some of the layers each."""
+        """Whether each device has some of the layers."""
         return self.strategy in (PIPELINE, MESH)
 
     @property
     def depth(self) -> int:
-        """Stages of one pipeline."""
+        """The number of stages of a pipeline."""
         return self.replicas // self.rows
 
     @property
     def lossy(self) -> bool:
-        """Whether less than the gradients travels."""
+        """Whether gradients are compressed with loss."""
         return self.wire in LOSSY
 
     @property
     def inexact(self) -> bool:
-        """Whether weights differ from one device's: less is sent, or less often."""
+        """Whether weights differ from one device's, by compression or by fewer meetings."""
         return self.lossy or self.every > 1
 
     @property
     def sync(self) -> DiLoCo:
-        """How the replicas meet, where they do not meet every step."""
+        """The `sync=` argument, if replicas do not meet every step."""
         return DiLoCo(self.every, fragments=self.fragments, overlap=self.overlap)
 
     @property
@@ -125,7 +127,7 @@ class Configuration:
 
     @property
     def parts(self) -> int:
-        """Of the model, on each device."""
+        """The number of parts of the model on each device."""
         return PARTS.get(self.schedule, 1)
 
     @property
@@ -134,17 +136,17 @@ class Configuration:
 
     @property
     def counted(self) -> int:
-        """How many replicas' gradients make an update."""
+        """The number of replicas whose gradients make an update."""
         return self.replicas - self.spares
 
     @property
     def travelling(self) -> float:
-        """The part of fp32's bytes that travels."""
+        """The bytes that are sent, as a fraction of those in fp32."""
         return 0.5 if self.wire == "bfloat16" else 1.0
 
     @property
     def kind(self) -> tuple[str, bool, bool, bool, bool]:
-        """Strategy and rule, without how many servers or what travels, but for compressions."""
+        """The key of families of one table row: any number of servers, any exact wire."""
         free, spares = self.asynchronous, bool(self.spares)
         return self.strategy, free, spares, self.hierarchical, self.inexact
 
@@ -185,7 +187,7 @@ class Configuration:
 
     @property
     def pieces(self) -> str:
-        """Of a batch, in words."""
+        """The number of microbatches or chunks, in words."""
         what = "chunks" if self.schedule == COLUMNS else "microbatches"
         return f", {self.microbatches} {what}" if self.microbatches else ""
 

@@ -1,4 +1,4 @@
-"""Predict a step: the closed forms, put together for one configuration.
+"""Predict the step of a configuration from the closed forms (formulas.py).
 
 predict(profile, hardware, Configuration(MULTI_WORKER, hosts=4)).step
 """
@@ -29,7 +29,7 @@ from stratagem.plan.staged_step import StagedStep
 from stratagem.servers.training_plan import sends_at_once
 from stratagem.wire.send_queue import TurnRule
 
-#: beyond so many, threads copy no faster
+#: more threads than this copy no faster
 _MEMORY_THREADS = 4
 #: passes over the weights in a meeting: read, subtract, step, write, read again
 _MEETING = 5
@@ -42,7 +42,7 @@ def predict(
     configuration: Configuration,
     calibration: Calibration | None = None,
 ) -> Prediction:
-    """One configuration on this hardware; the number of hosts may be more than it has."""
+    """Predict one configuration, which may use more hosts than the hardware has."""
     given = (profile, hardware, configuration, calibration or Calibration())
     if configuration.replicas == 1 and configuration.strategy != SERVERS:
         parts = {"compute": profile.compute, "optimizer": profile.optimizer}
@@ -70,7 +70,7 @@ def predict(
 
 
 class _MirroredStep(PredictedStep):
-    """Replicas that all-reduce, or share memory."""
+    """A step of replicas that all-reduce, shard, or share memory."""
 
     def all_reduced(self) -> Prediction:
         profile, cal = self.profile, self.cal
@@ -81,14 +81,14 @@ class _MirroredStep(PredictedStep):
         for size, at in sizes[:-1]:
             ready.append((size, self.forward + slow + at * self.scale + late))
             late += self.handled(size)
-        # its notes are known when backward has ended
+        # the last bucket carries the notes, which are known when backward has ended
         ready += [(s, end + late) for s, _ in sizes[-1:]]
         exposed = max(0.0, overlapped(ready, lambda s: math.fsum(self._carried(s).values())) - end)
         if self.cfg.every > 1:
             met = added(*(self._carried(s / self.cfg.fragments) for s, _ in sizes))
-            exposed = math.fsum(self._stood_still(met).values())
+            exposed = math.fsum(self._not_hidden(met).values())
         cast = 2 * profile.dense_bytes / cal.cast if self.cfg.wire and self.on_cpu else 0.0
-        times = profile.accumulated  # in a custom loop the gradient of each travels
+        times = profile.accumulated  # a custom loop all-reduces every micro-batch
         cast *= times
         parts = {
             "compute": self.compute,
@@ -97,17 +97,17 @@ class _MirroredStep(PredictedStep):
             "optimizer": profile.optimizer,
             "overhead": cal.step * times,
             **({"rounding to 16 bits": cast} if cast else {}),
-            **self._met(),
+            **self._weight_passes(),
         }
         return self.prediction(parts)
 
     def compressed(self) -> Prediction:
-        """What a compression leaves of the gradient, as if it were sent when all of it is there.
+        """A step with compressed gradients, as if they were sent when backward has ended.
 
-        Of a model of several buckets the first are under way before, which is not counted.
+        In a model of several buckets the first are sent before that, which is not counted.
 
-        Each slice goes to the replica that adds it up, and the sum to all; the replicas of a host
-        share its link. PowerSGD all-reduces its factors.
+        Each replica sends every other one the slice that it adds up, and gets the sum; the replicas
+        of a host share its link. PowerSGD all-reduces its factors.
         """
         profile, cfg, cal = self.profile, self.cfg, self.cal
         wire = cfg.wire or ""
@@ -117,7 +117,7 @@ class _MirroredStep(PredictedStep):
         goes = sent(wire, profile.shapes, profile.itemsize, cfg.replicas)
         apart = cfg.per_host * 2 * (cfg.replicas - cfg.per_host) * goes.slices / cfg.fragments
         each = cfg.every == 1
-        met = 2 * (len(profile.buckets) if each else 1)  # each is sent, and its sum
+        met = 2 * (len(profile.buckets) if each else 1)  # gradient and sum of each bucket
         carried = added(
             *(self._carried(size / cfg.fragments) for size in goes.rounds),
             {self._between(): apart / min(self.link, self._inside())},
@@ -128,33 +128,35 @@ class _MirroredStep(PredictedStep):
             "compute": self.compute,
             "stragglers": self.waiting(),
             "compressing": seconds[wire] * self.crowding / cfg.every,
-            **self._stood_still(carried),
+            **self._not_hidden(carried),
             "optimizer": profile.optimizer,
             "overhead": cal.step,
-            **self._met(),
+            **self._weight_passes(),
         }
         return self.prediction(parts)
 
-    def _stood_still(self, carried: dict[str, float]) -> dict[str, float]:
-        """What is left, in a step, of what sending one of the fragments takes: that of DiLoCo goes
-        on beside `overlap` updates, and all else when a step is over, with nothing beside it."""
+    def _not_hidden(self, carried: dict[str, float]) -> dict[str, float]:
+        """Seconds per step of sending the fragments that are not hidden behind computation.
+
+        DiLoCo sends a fragment during `overlap` updates; all else is sent when a step is over.
+        """
         cfg, whole = self.cfg, math.fsum(carried.values())
         beside = cfg.sync.delay * (self.compute + self.profile.optimizer)
         left = max(0.0, whole - beside) / whole if whole else 0.0
         return {name: part * left * cfg.fragments / cfg.every for name, part in carried.items()}
 
-    def _met(self) -> dict[str, float]:
-        """Seconds of a meeting of weights besides the link: latency and the restart of the loop."""
+    def _weight_passes(self) -> dict[str, float]:
+        """Seconds per step of the passes over the weights in a meeting, on CPUs."""
         if self.cfg.every == 1 or not self.on_cpu:
             return {}
         passes = _MEETING * self.profile.dense_bytes / self.hw.local
         return {"meeting": passes / self.cfg.every}
 
     def gathered(self) -> Prediction:
-        """fully_shard: values are gathered for forward and for backward, gradients go to owners.
+        """A step of fully_shard: all-gather for forward and for backward, then reduce-scatter.
 
-        Each is (n-1)/n of all bytes, half of what an all-reduce sends. On CPUs nothing of it is
-        hidden; on GPUs what fits behind the computation.
+        Each moves (n-1)/n of all bytes, half of an all-reduce. On CPUs none of it overlaps; on GPUs
+        it is hidden as far as the computation is long enough.
         """
         profile, cal = self.profile, self.cal
         slow = self.waiting()
@@ -172,7 +174,7 @@ class _MirroredStep(PredictedStep):
         return self.prediction(parts)
 
     def _carried(self, size: float) -> dict[str, float]:
-        """Seconds of one bucket, by cause."""
+        """Seconds of the all-reduce of one bucket, by cause."""
         cfg, hw = self.cfg, self.hw
         message = self.cal.message if self.on_cpu else self.cal.kernel
         inside = self._inside()
@@ -192,7 +194,7 @@ class _MirroredStep(PredictedStep):
         return added({_MESSAGES: message}, *rings)
 
     def _exposed(self, seconds: float) -> dict[str, float]:
-        """The part that is not hidden behind backward, with the same causes as all of it."""
+        """Split the seconds not hidden behind backward by the causes of all communication."""
         whole = added(*(self._carried(b.size * self.cfg.travelling) for b in self.profile.buckets))
         total = math.fsum(whole.values())
         return {name: seconds * (part / total if total else 0.0) for name, part in whole.items()}
@@ -202,13 +204,13 @@ class _MirroredStep(PredictedStep):
         return min(self.hw.local, self.cal.sockets) if self.on_cpu else self.hw.local
 
     def _between(self) -> str:
-        """The bottleneck of bytes between hosts."""
+        """The name of the bottleneck between hosts."""
         if self.link > self._inside():
             return "what a host's sockets carry"
         return f"links between hosts ({say_rate(self.hw.link)})"
 
     def shared_memory(self) -> Prediction:
-        """Every replica copies its gradient, adds up its slice of all, and updates that slice."""
+        """A step in shared memory: a replica copies its gradient, then sums and updates a slice."""
         profile, n = self.profile, self.cfg.replicas
         size = profile.dense_bytes
         threads = min(_MEMORY_THREADS, max(1, self.hw.cores // n))
@@ -225,7 +227,7 @@ class _MirroredStep(PredictedStep):
 
 
 class _ServerStep(PredictedStep):
-    """Workers that push to servers and pull from them."""
+    """A step of workers that push gradients to servers and pull parameters."""
 
     @cached_property
     def share(self) -> float:
@@ -238,9 +240,9 @@ class _ServerStep(PredictedStep):
         )
 
     def _rates(self, at_once: float | None = None) -> tuple[float, float]:
-        """Of a worker's way to the servers, and of a server's to the workers.
+        """Bytes a second of a worker's link, and of a server's.
 
-        With so many of them at once; else all of a host share its link.
+        The workers of a host share its link: all of them, or `at_once` if that is fewer.
         """
         if self.cfg.hosts == 1:
             return self.hw.local, self.hw.local
@@ -249,10 +251,10 @@ class _ServerStep(PredictedStep):
         return 1 / (1 / worker + slower), 1 / (1 / self.link + slower)
 
     def _at_once(self) -> float:
-        """How many workers push at the same time, when values were sent to so many at a time.
+        """The number of workers that push at the same time.
 
-        Who had them first pushes while others still fetch; not all of that comes true. Small values
-        are sent to all who ask.
+        Servers send values to a few workers at a time, so the first push while the last still pull;
+        `turns` is the measured part of that overlap. Small values are sent to all at once.
         """
         cfg = self.cfg
         if cfg.hosts == 1 or not TurnRule().waits(self.pulls * self.share):
@@ -261,19 +263,18 @@ class _ServerStep(PredictedStep):
         return together + (cfg.replicas - together) * (1 - self.cal.turns)
 
     def _update(self) -> float:
-        """The fullest server's optimizer, once.
+        """Seconds of the fullest server's update, at least those of one device's optimizer.
 
-        Where it would take less than one device's, by a faster kernel that one device could run,
-        too, or because several servers share it out, nothing is gained by that here: nobody gets
-        more than one device's worth from a replica because of its optimizer alone.
+        Several servers share the update, and their kernel may be faster. One device could run that
+        kernel, too, so neither counts as a speedup by replicas.
         """
         profile, rate = self.profile, self.hw.update
         dense = profile.dense_bytes / rate if profile.server is None else profile.server
         whole = dense + profile.sparse_bytes / rate
         return max(whole * self.share, profile.optimizer)
 
-    def _talk(self) -> dict[str, float]:
-        """Messages of one step: push, its answer, a ticket, its values."""
+    def _message_seconds(self) -> dict[str, float]:
+        """Seconds of the messages of a step: push, answer, ticket, values."""
         messages = self.cal.exchange * max(1, self.cfg.servers)
         if self.cfg.hosts == 1:
             return {_MESSAGES: 4 * self.hw.local_latency + messages}
@@ -294,12 +295,12 @@ class _ServerStep(PredictedStep):
             "stragglers": slow,
             self._server_link(cfg.replicas): max(0.0, pushed - end) + pull,
             "the servers' update": self._update() + adding,
-            **self._talk(),
+            **self._message_seconds(),
         }
         return self.prediction(parts)
 
     def _pushed(self, slow: float, per_byte: float) -> float:
-        """When the last gradient is with the servers; they travel while backward makes others."""
+        """The time at which servers have the last gradient; pushes overlap with backward."""
         end = self.compute + slow
         if self.profile.sparse or self.cfg.hosts == 1:
             return end + per_byte * self.pushes
@@ -310,15 +311,16 @@ class _ServerStep(PredictedStep):
         return max(end, overlapped(parts, lambda size: size * per_byte))
 
     def asynchronous(self) -> Prediction:
-        """Workers go round by themselves, past a server's link in, its update, its link out.
+        """A step of asynchronous workers, as a closed queueing network.
 
-        One server has them in turn, and they fall into an order in which nobody waits, or one of
-        the three is never idle. At several, who comes meets as many as there are on average
-        with one worker less (mean value analysis).
+        A worker cycles through computation, a server's incoming link, its update and its outgoing
+        link. With one server the workers settle into an order in which none waits, or one of these
+        three is never idle. With several servers an arriving worker meets the average queue of a
+        network with one worker less (mean value analysis).
         """
         size, values = self.pushes, self.pulls
         here = 2 * size * self.share / self.hw.local if self.cfg.hosts == 1 else 0.0
-        update, talk = self._update() + here, self._talk()
+        update, talk = self._update() + here, self._message_seconds()
 
         def carry(size: float, others: int, met: float) -> float:
             worker, server = self._rates()
@@ -356,7 +358,7 @@ class _ServerStep(PredictedStep):
         return self.prediction(parts, (apart, in_step))
 
     def _server_link(self, at_once: float) -> str:
-        """Which link is the bottleneck with so many workers at a server."""
+        """The name of the bottleneck with `at_once` workers at a server."""
         if self.cfg.hosts == 1:
             return "memory"
         worker, server = self._rates()
@@ -367,14 +369,14 @@ class _ServerStep(PredictedStep):
 
 
 class DividedStep(PredictedStep):
-    """n processes with n times the rows: of divided layers each has 1/n, of others all."""
+    """A step of n processes with n times the rows; each has 1/n of the divided layers."""
 
     def divided(self) -> Prediction:
-        """As many examples a step as mirrored replicas on as many devices would take."""
+        """Predict a step of as many examples as mirrored replicas on as many devices take."""
         found, n = self.profile.divided, self.cfg.replicas
         if found is None:
             raise UsageError("which layers can be divided was not measured; plan another strategy.")
-        crossing = n * found.crossing  # each writes its own, and reads everybody's
+        crossing = n * found.crossing  # each process writes its part, and reads all parts
         meeting = found.meeting or self.cal.crossing
         parts = {
             "compute": self.compute * found.seconds,
@@ -393,5 +395,5 @@ class DividedStep(PredictedStep):
         return replace(self.prediction(parts), memory=memory)
 
     def _own(self, share: float) -> float:
-        """A process' part of something of which this share is divided."""
+        """A process' part of a quantity of which `share` is divided."""
         return share / self.cfg.replicas + 1 - share

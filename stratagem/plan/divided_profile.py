@@ -64,12 +64,12 @@ def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
 
 
 def _twice(tensor: Tensor) -> Tensor:
-    """All rows twice."""
+    """Return the rows twice, one copy after the other."""
     return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
 
 def meeting_seconds() -> float:
-    """Seconds in which two CPU processes all-reduce a few bytes, once."""
+    """Measure how long two CPU processes take to all-reduce a few bytes."""
     strategy = MirroredStrategy(["cpu:0", "cpu:1"])
     try:
         found: list[float] = strategy.run(_meet)
@@ -79,7 +79,7 @@ def meeting_seconds() -> float:
 
 
 def _meet() -> float:
-    """On a process: the median, which includes waiting for the other process."""
+    """On each process: the median seconds of an all-reduce, with the wait for the other process."""
     group, times = SharedScratch(sharing(current_replica().collective)), []
     x = torch.zeros(16, requires_grad=True)
     enter = Crossing(Enter, group)
@@ -125,8 +125,10 @@ def _crossing(
 def chunk_tables(
     graph: LayerGraph, given: Sequence[Any], costs: Sequence[LayerCost], pieces: Sequence[int]
 ) -> tuple[tuple[LayerTable, ...], tuple[LayerCost, ...]]:
-    """Costs of the recurrent layers for a whole sequence, a half of it, ..., and of other layers;
-    empty for a model that `columns=` refuses."""
+    """Measure the recurrent layers on a whole sequence, a half of it, and so on.
+
+    Also returns the costs of the other layers. Both are empty for a model that `columns=` refuses.
+    """
     try:
         plan = plan_columns(graph, _PROCESSES)
     except (NotDistributable, UsageError):
@@ -152,8 +154,11 @@ def _is_recurrent(graph: LayerGraph, node: fx.Node) -> bool:
 
 
 def _cost(layer: nn.RNNBase, axis: int, shape: torch.Size, pieces: int) -> LayerCost:
-    """One layer for a chunk of time, the fastest of a few rounds. The processes share one batch:
-    a chunk has the rows of all of them, and is shorter by the same factor."""
+    """Measure one layer on a chunk of time: the fastest of a few rounds.
+
+    The processes share one batch: a chunk has the rows of all of them, and is shorter by the same
+    factor.
+    """
     params = list(layer.parameters())
     size = list(shape[:2])
     size[axis] = max(size[axis] // (pieces * _PROCESSES), 1)

@@ -6,7 +6,7 @@ servers           push = pull = max(S/B_worker, n * S_largest/B_server)
 overlap           c_j = max(c_{j-1}, ready_j) + T(S_j)
 stragglers        the k-th of n replicas: each measured sample times its chance of being the k-th
 
-`Calibration` has the constants that no formula gives, and `fit` fits them to measured steps.
+`Calibration` has the constants that no formula gives, fitted to measured steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from stratagem.state.partition import partition
 
 
 def ring(size: float, n: int, latency: float, rate: float) -> float:
-    """An all-reduce in a circle of n."""
+    """Seconds of a ring all-reduce among n."""
     return 2 * (n - 1) * latency + 2 * (n - 1) / n * size / rate
 
 
@@ -36,14 +36,14 @@ def hierarchical(
     inside: tuple[float, float],
     between: tuple[float, float],
 ) -> float:
-    """Inside every host, then between their leaders; each pair is (latency, rate)."""
+    """Seconds of an all-reduce inside each host, then between hosts; pairs are (latency, rate)."""
     return ring(size, per_host, *inside) + ring(size, hosts, *between)
 
 
 def ring_by_cause(
     size: float, n: int, causes: Mapping[str, tuple[float, float]], longer: float = 1.0
 ) -> dict[str, float]:
-    """Return a ring's seconds by cause, given what a hop takes, or the rate of the bytes."""
+    """Return a ring's seconds by cause; a cause is (seconds of a hop, 0) or (_, bytes a second)."""
     return {
         name: longer * (ring(size, n, 0.0, rate) if rate else ring(0.0, n, hop, 1.0))
         for name, (hop, rate) in causes.items()
@@ -57,10 +57,10 @@ def added(*parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def between(n: int, known: Mapping[int, float], cores: int) -> float:
-    """Return what n replicas take, from the nearest numbers of replicas that are known.
+    """Interpolate the seconds of n replicas from the numbers of replicas that were measured.
 
-    Each replica has its whole share of the cores as threads, so 12 of 16 cores take what 16 take,
-    and between two numbers the load of a thread counts. More than there are cores take turns.
+    Each replica has a whole number of cores as threads, so 12 replicas on 16 cores take as long as
+    16. Between two measurements the load of a thread counts. More replicas than cores take turns.
     """
     if n > cores and n not in known:
         return between(cores, known, cores) * n / cores
@@ -80,18 +80,19 @@ def between(n: int, known: Mapping[int, float], cores: int) -> float:
 
 
 def transfer(size: float, largest: float, workers: float, worker: float, server: float) -> float:
-    """A push or a pull of all workers: theirs or the fullest server's link, whichever is slower."""
+    """Seconds of a push or pull of all workers, by their links or the fullest server's."""
     return max(size / worker, workers * largest / server)
 
 
 def shared_transfer(alone: float, each: float, others: int, met: float) -> float:
-    """Return the seconds of a transfer that meets `met` of `others` on average, each by chance.
+    """Return the mean seconds of a transfer that meets `met` of `others` transfers on average.
 
     alone   seconds on the worker's own link
     each    seconds on the fullest server's link, for every transfer there
 
-    Several servers are not full before several workers are there. So a crowd makes it slower, and
-    an idle server makes it no faster: the number that is met on average is not enough.
+    With several servers one worker cannot use all of a server's link. Other workers make a transfer
+    slower, but an idle server makes it no faster, so the average number of workers is not enough:
+    the formula sums over their binomial distribution.
     """
     chance = met / others if others else 0.0
     if chance >= 1:
@@ -105,7 +106,7 @@ def shared_transfer(alone: float, each: float, others: int, met: float) -> float
 
 
 def overlapped(parts: Iterable[tuple[float, float]], cost: Callable[[float], float]) -> float:
-    """When the last of (size, ready) has been carried, one after the other."""
+    """The time at which the last of the (size, ready) parts is sent, one after another."""
     done = 0.0
     for size, ready in parts:
         done = max(done, ready) + cost(size)
@@ -119,7 +120,7 @@ def largest_share(
     servers: int,
     parts: tuple[float, ...] = (),
 ) -> float:
-    """Of all that travels, what the fullest server takes; `parts`: of each variable, if not all."""
+    """The fullest server's share of all bytes; `parts`: the sent fraction of each variable."""
     loads = [0.0] * servers
     for piece in partition(shapes, itemsize, servers):
         part = parts[piece.variable] if parts else 1.0
@@ -129,7 +130,7 @@ def largest_share(
 
 @lru_cache(maxsize=4096)
 def sampled(k: int, n: int, samples: tuple[float, ...]) -> float:
-    """The mean of the k-th of n draws from the samples, with replacement."""
+    """The mean of the k-th smallest of n draws from the samples, with replacement."""
     _check(k, n)
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     edges = np.arange(len(ordered) + 1) / len(ordered)
@@ -137,7 +138,7 @@ def sampled(k: int, n: int, samples: tuple[float, ...]) -> float:
 
 
 def _at_least(k: int, n: int, chance: np.ndarray) -> np.ndarray:
-    """The chance of k successes or more among n."""
+    """The probability of k successes or more among n."""
     some = np.arange(k, n + 1)
     ways = [math.lgamma(n + 1) - math.lgamma(i + 1) - math.lgamma(n - i + 1) for i in some]
     inside = np.clip(chance[1:-1, None], 1e-300, 1 - 1e-16)
@@ -153,35 +154,35 @@ def _check(k: int, n: int) -> None:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds and bytes a second of this library, on the machines it was measured on."""
+    """Constants of this library in seconds and bytes a second, as measured on some machines."""
 
     #: starting one reduction, or one hop of it, besides the link's latency
     message: float = 120e-6
-    #: the same between GPUs; an estimate, for want of several to measure
+    #: the same between GPUs: an estimate, never measured on several GPUs
     kernel: float = 20e-6
-    #: a step of mirrored replicas: meeting twice, the notes, the loop around
+    #: a step of mirrored replicas: two synchronizations, the notes, the loop
     step: float = 250e-6
     #: a worker's ticket, its push and the answers, besides latency
     exchange: float = 1.2e-3
     #: the part of a link's speed that is left for gradients: 1448 bytes of a frame of 1514
     goodput: float = 0.956
-    #: what one replica slows down for each other one on its host
+    #: the slowdown of a replica for each other replica on its host
     contention: float = 0.02
-    #: a ring through sockets of one host
+    #: a ring over sockets inside one host
     sockets: float = 1.2e9
-    #: what encryption adds to a transfer: as if it went through this besides
+    #: encryption, whose seconds are added to those of the transfer
     cipher: float = 2e9
-    #: servers send values to one group of workers after the other: how far the first have pushed
-    #: when the last come to it
+    #: servers send values to one group of workers after another: how well that staggers the pushes
+    #: (1: only one group pushes at a time)
     turns: float = 0.9
     #: rounding gradients to 16 bits and back
     cast: float = 2e9
-    #: how much longer than a ring 16-bit sums take between many hosts, where several send to one;
-    #: between two there is nobody else
+    #: how much longer than a ring a 16-bit all-reduce takes among many hosts, since several send to
+    #: one; between two hosts it takes no longer
     half: float = 0.35
-    #: one operation of a pipeline: a message in, one out, and what is around the layers
+    #: one operation of a pipeline: a message in, one out, and the code around the layers
     microbatch: float = 300e-6
-    #: processes that divide layers meet to add up or put together a value
+    #: an all-reduce or all-gather of a value by processes that divide layers
     crossing: float = 150e-6
 
     def to_json(self) -> dict[str, Any]:

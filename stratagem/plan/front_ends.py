@@ -1,4 +1,4 @@
-"""How a plan comes to the front ends: neither knows the other, so the package tells it."""
+"""A hook by which the planner loads the front ends without importing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _opener: list[Callable[[], Any]] = []
 
 
 def opened_by(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Say what loads the front ends and returns the class that compiles a plain module."""
+    """Register the function that loads the front ends and returns sg.Model."""
     _opener[:] = [function]
     return function
 

@@ -29,12 +29,12 @@ _SIZE = re.compile(_NUMBER + r"\s*([kKMGT]?)B?")
 _TIME = re.compile(_NUMBER + r"\s*(ns|us|µs|μs|ms|s)")
 _ZERO = re.compile(r"0+(?:\.0*)?")
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-#: with the sign for micro, and with the Greek letter
+#: both characters for micro: the sign and the Greek letter
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def rate(text: str, what: str = "a link") -> float:
-    """Bytes a second."""
+    """Parse a rate into bytes a second."""
     found = _RATE.fullmatch(text.strip())
     if found is None:
         raise UsageError(
@@ -48,7 +48,7 @@ def rate(text: str, what: str = "a link") -> float:
 
 
 def seconds(text: str, what: str = "a latency") -> float:
-    """Seconds; 0 is a time, of whatever unit."""
+    """Parse a time into seconds; 0 needs no unit."""
     if _ZERO.fullmatch(text.strip()):
         return 0.0
     found = _TIME.fullmatch(text.strip())
@@ -59,7 +59,7 @@ def seconds(text: str, what: str = "a latency") -> float:
 
 
 def size(text: str, what: str = "a size") -> float:
-    """Bytes; 0 is a size."""
+    """Parse a size into bytes."""
     found = _SIZE.fullmatch(text.strip())
     value = float(found[1]) * _PREFIX[found[2]] if found else math.inf
     if not value < math.inf:
@@ -68,7 +68,7 @@ def size(text: str, what: str = "a size") -> float:
 
 
 def say_rate(value: float) -> str:
-    """As `rate` reads it, in bits."""
+    """Format a rate in bits, as `rate` parses it."""
     bits = value * 8
     for prefix in ("T", "G", "M", "k"):
         if bits >= _PREFIX[prefix]:
@@ -77,7 +77,7 @@ def say_rate(value: float) -> str:
 
 
 def say_seconds(value: float, digits: int = 4) -> str:
-    """As `seconds` reads it."""
+    """Format a time, as `seconds` parses it."""
     for unit in ("s", "ms", "us"):
         if value >= _SECONDS[unit]:
             return f"{_plain(value / _SECONDS[unit], digits)}{unit}"
@@ -85,7 +85,7 @@ def say_seconds(value: float, digits: int = 4) -> str:
 
 
 def say_bytes(value: float) -> str:
-    """For people to read."""
+    """Format a size for people."""
     for prefix in ("T", "G", "M", "k"):
         if value >= _PREFIX[prefix]:
             return f"{value / _PREFIX[prefix]:.3g} {prefix}B"
@@ -93,7 +93,7 @@ def say_bytes(value: float) -> str:
 
 
 def _plain(value: float, digits: int = 4) -> str:
-    """Four digits are what a measurement is worth."""
+    """Format with four digits: measurements are no more precise."""
     return f"{value:.{max(digits, len(str(int(value))))}g}"
 
 
@@ -118,12 +118,12 @@ class Hardware:
     #: inside a host: one replica reading and adding up another's gradients
     local: float = 4e9
     local_latency: float = 20e-6
-    #: gradient that a server's optimizer takes in
+    #: bytes of gradient that a server's optimizer applies in a second
     update: float = 2e9
     #: processors of a host, which CPU replicas share
     cores: int = 1
     #: bytes that a core sends and receives in a second: copies, and the kernel's work for sockets;
-    #: None: unknown, and as if it took no core any time
+    #: None: unknown, and counted as free
     sockets: float | None = None
     #: bytes of each device; None: unknown, or what follows from the host's
     memory: float | None = None
@@ -162,7 +162,7 @@ class Hardware:
         base: Self | None = None,
         **counts: int,
     ) -> Self:
-        """From what people write; what is not given is taken from `base`."""
+        """Make from numbers, or texts such as "10Gbit"; other fields are those of `base`."""
         given: dict[str, Any] = dict(counts)
         for name, value in (("link", link), ("local", local)):
             if value is not None:
@@ -173,22 +173,22 @@ class Hardware:
         return replace(base or cls(), **given)
 
     def from_check(self, latency: float, up: float, down: float) -> Self:
-        """With the link that `stratagem check` saw: there and back in seconds, bytes a second.
+        """Return this hardware with the link that `stratagem check` measured.
 
-        It counts what arrives, `link` all that is sent: headers are added here, as predictions take
-        them away again.
+        `latency` is a round trip; `up` and `down` are payload. `link` includes headers, which are
+        added here and which predictions subtract again.
         """
         return replace(self, latency=latency / 2, link=min(up, down) / Calibration().goodput)
 
     def room(self, per_host: int, device: str) -> float | None:
-        """Bytes that one of so many devices of a host may take; None if that is not known."""
+        """Bytes of memory for each of `per_host` devices of a host; None if unknown."""
         if self.memory is not None or device != "cpu" or self.host_memory is None:
             return self.memory
         return self.host_memory / per_host
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.hosts * self.per_host
 
     def __str__(self) -> str:

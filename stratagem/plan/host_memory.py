@@ -1,6 +1,6 @@
-"""How much memory this machine has, and what of it is left.
+"""The memory of this machine, and how much of it is free.
 
-Linux gives out memory that it does not have, and kills who uses it: so memory is counted before.
+Linux overcommits memory and kills processes that use it, so the planner counts it beforehand.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LIMITS = (
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the bytes that can be used without taking them from other programs; None: unknown."""
+    """Return the bytes that are free or can be freed; None if unknown."""
     found = [left for limit, used in _LIMITS if (left := _left(root / limit, root / used))]
     return min([*found, *_of_kernel(root, "MemAvailable:")], default=None)
 
 
 def all_memory(root: Path = Path("/")) -> float | None:
-    """Return the bytes of this machine, or of the control group that we are in; None: unknown."""
+    """Return the bytes of this machine, or of this process' control group; None if unknown."""
     found = []
     for limit, _ in _LIMITS:
         try:
@@ -51,8 +51,7 @@ def _left(limit: Path, used: Path) -> int | None:
 
 
 def least(module: nn.Module, optimizer: Optimizer | None) -> int:
-    """Bytes of a training besides the parameters, without what forward keeps: a gradient, and of
-    most optimizers a state."""
+    """The least bytes of gradients and optimizer state, as far as they are known beforehand."""
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     group = optimizer.param_groups[0] if optimizer is not None else {}
     states = ("betas" in group) * 2 or bool(group.get("momentum"))

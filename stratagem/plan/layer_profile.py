@@ -27,9 +27,9 @@ _PIECES = (1, 2, 4)
 def with_layers(
     measured: Profile, trial: DryRun, batch: Any, params: list[nn.Parameter]
 ) -> Profile:
-    """The profile with what the model holds and, where it can be cut apart, its layers.
+    """Add the model's memory and, if it can be split, the costs of its layers to the profile.
 
-    `batch` is one that it was measured on; the optimizer has made a step, so its state is there.
+    `batch` is the one of the measurement; the optimizer has made a step, so that its state exists.
     """
     held = footprint(trial, batch, params)
     found = replace(
@@ -44,7 +44,7 @@ def with_layers(
     if measured.device != "cpu":
         why = "stages, and processes that divide layers, are CPU processes so far."
         return replace(found, unpiped=trial.unpiped or why, undivided=trial.undivided or why)
-    with one_thread():  # as processes that fill a machine have it: few rows gain little by more
+    with one_thread():  # as for processes that fill a machine; few rows gain little by more
         found = found if trial.unpiped else _with_stages(found, trial, batch)
         return found if trial.undivided else _with_divided(found, trial, batch)
 
@@ -78,8 +78,7 @@ def _kept(trial: DryRun, batch: Any) -> int:
 
 
 def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """The profile with all layers' costs for each size of a microbatch or chunk, or the reason why
-    the model cannot be split."""
+    """Add all layers' costs for each size of microbatch or chunk, or why there are no stages."""
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
@@ -99,7 +98,7 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
 
 
 def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """The profile with the share of layers that can be divided, or the reason why none can."""
+    """Add the share of layers that can be divided, or the reason why none can."""
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:

@@ -1,8 +1,8 @@
-"""Compressions as the planner sees them: bytes by their own formulas, seconds as measured here.
+"""The cost of gradient compression: bytes by the codecs' formulas, seconds measured here.
 
-What a replica does for a compression in a step is timed with the reducer of real trainings
-(codecs/), around a network that takes no time: charge, encode, add up its slice, encode the sum,
-decode. What it sends is counted from the codec and the shapes of the parameters.
+A replica's work is timed with the reducer of real trainings (codecs/) over a network that takes no
+time: error feedback, encoding, adding up a slice, encoding the sum, decoding. Bytes are counted
+from the codec and the shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ from stratagem.codecs.two_sided import width
 from stratagem.codecs.wire_choice import reducer
 from stratagem.wire.collective import Collective, Pending
 
-#: what is tried, by how it is written
+#: the compressions to try, by their repr
 LOSSY: dict[str, Compression] = {
     repr(record): record for record in (Int8(), TopK(0.01), PowerSGD(), Sign())
 }
-#: replicas for which encoding is timed, and how often: each encodes its slice of the sum, too,
-#: which is half of the gradient for two, and little for many
+#: numbers of replicas for which encoding is timed, and rounds: each replica encodes its slice of
+#: the sum, too, which is half of the gradient for two replicas, and little for many
 _FEW, _MANY, _ROUNDS = 2, 8, 6
-#: elements that are tried at most; more take as much longer
+#: the most elements to time; times of larger models are extrapolated
 _MOST = 4 << 20
 
 
 @dataclass(frozen=True)
 class CodecTime:
-    """Seconds in which a replica encodes and decodes one gradient of this model, without its slice
-    of the sum; and in which it would encode the whole sum."""
+    """Seconds in which a replica encodes and decodes a gradient of this model.
+
+    seconds     without its slice of the sum
+    whole_sum   to encode the whole sum, of which each replica encodes a slice
+    """
 
     wire: str
     seconds: float
     whole_sum: float = 0.0
 
     def among(self, replicas: int) -> float:
-        """Of each of so many replicas."""
+        """The seconds of each of `replicas` replicas."""
         return self.seconds + self.whole_sum / replicas
 
 
 class _NoNetwork:
-    """A collective in which what others send is what this replica sends, at once."""
+    """A collective without a network, as if every replica sent what this one sends."""
 
     rank, runs_beside = 0, False
 
@@ -75,7 +78,7 @@ class _NoNetwork:
 def codec_times(shapes: Sequence[tuple[int, ...]], *, linear: bool) -> tuple[CodecTime, ...]:
     """Time every compression on a gradient of these shapes.
 
-    linear: whether the optimizer is SGD; others go astray with the coarse ones.
+    linear: whether the optimizer is SGD; others do not converge with coarse compressions.
     """
     taken = [(name, r) for name, r in LOSSY.items() if linear or not r.only_linear]
     return tuple(_timed(name, record, shapes) for name, record in taken)
@@ -86,20 +89,20 @@ def _timed(name: str, record: Compression, shapes: Sequence[tuple[int, ...]]) ->
     if isinstance(record, PowerSGD):  # has no slices
         return CodecTime(name, few)
     whole_sum = (few - _seconds(record, shapes, _MANY)) / (1 / _FEW - 1 / _MANY)
-    # no less than nothing, and no more than the own gradient, which is encoded besides
+    # not below 0, and not above the time for the replica's own gradient
     whole_sum = min(max(whole_sum, 0.0), few / (1 + 1 / _FEW))
     return CodecTime(name, few - whole_sum / _FEW, whole_sum)
 
 
 def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]], replicas: int) -> float:
-    """The fastest of a few steps; of large models a part, and the rest by its size."""
+    """Time a few steps, and return the fastest; large models are timed in part and extrapolated."""
     layout, whole = _layout(tuple(shapes)), sum(_layout(tuple(shapes)).counts)
     tried, count = 0, 0
     while tried < len(layout.shapes) and (not tried or count + layout.counts[tried] <= _MOST):
         count += layout.counts[tried]
         tried += 1
     part = Layout(layout.names[:tried], layout.shapes[:tried])
-    if not isinstance(record, PowerSGD):  # slices that are alike, so that each can be any other
+    if not isinstance(record, PowerSGD):  # equal slices, so that one can stand for another
         count += -count % replicas
         part = Layout(("all",), ((count,),))
     made = reducer(cast(Collective, _NoNetwork(replicas)), record)
@@ -109,7 +112,7 @@ def _seconds(record: Compression, shapes: Sequence[tuple[int, ...]], replicas: i
     for _ in range(_ROUNDS):
         flat.normal_(generator=dice)
         begun = time.perf_counter()
-        made.reduce(flat, 1.0 / replicas).wait()  # weighed, as a share of a batch is
+        made.reduce(flat, 1.0 / replicas).wait()  # with a weight, as in trainings
         made.end_step()
         best = min(best, time.perf_counter() - begun)
     return best * whole / max(count, 1)
@@ -122,20 +125,23 @@ def _layout(shapes: tuple[tuple[int, ...], ...]) -> Layout:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of a compressed gradient: of a slice that goes to each other replica, and comes back;
-    or of numbers that are all-reduced, in so many rounds."""
+    """Bytes of a compressed gradient.
+
+    slices   of the slice that is sent to each other replica, and back
+    rounds   of each all-reduce
+    """
 
     slices: float = 0.0
     rounds: tuple[float, ...] = ()
 
     def bytes(self, replicas: int) -> float:
-        """What one replica sends in a step."""
+        """The bytes that one replica sends in a step."""
         ring = 2 * (replicas - 1) / replicas * sum(self.rounds)
         return 2 * (replicas - 1) * self.slices + ring
 
 
 def sent(wire: str, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas: int) -> Sent:
-    """What one of those that are tried sends."""
+    """Bytes of a compression, by its key in `LOSSY`."""
     return sent_by(LOSSY[wire], shapes, itemsize, replicas)
 
 
@@ -143,7 +149,7 @@ def sent(wire: str, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas
 def sent_by(
     record: Compression, shapes: tuple[tuple[int, ...], ...], itemsize: int, replicas: int
 ) -> Sent:
-    """By the formulas of the codecs."""
+    """Bytes of a compression, by the formulas of its codec."""
     layout = _layout(shapes)
     if isinstance(record, PowerSGD):
         flat = torch.empty(sum(layout.counts), device="meta")

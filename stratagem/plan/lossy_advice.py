@@ -1,4 +1,4 @@
-"""Whether compressions pay here: each beside the best exact wire, on the same replicas."""
+"""Compare compressions with the best exact wire on the same replicas, and say if they pay."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from stratagem.plan.profile import Profile
 
 @dataclass(frozen=True)
 class LossyRow:
-    """One wire on these replicas; `gain` is how many times as fast as the best exact one."""
+    """One wire of the comparison; `gain` is its speed relative to the best exact wire."""
 
     prediction: Prediction
-    #: bytes, of those that every number would take in fp32
+    #: bytes that are sent, as a fraction of those in fp32
     part: float
     #: seconds of a step for encoding and decoding
     encoding: float
@@ -28,7 +28,7 @@ class LossyRow:
 
 
 def compared(plan: Plan) -> list[LossyRow]:
-    """The best exact wire, compressions and fewer meetings, on replicas of several hosts."""
+    """Compare the best exact wire, compressions and fewer meetings on several hosts."""
     row = [each for each in plan.predictions if _at(each, _place(plan))]
     exact = [each for each in row if not each.configuration.inexact]
     if not exact or len(exact) == len(row):
@@ -49,7 +49,7 @@ def compared(plan: Plan) -> list[LossyRow]:
 
 
 def _place(plan: Plan) -> tuple[int, int]:
-    """Hosts and replicas of each: those of the recommendation, or else as many as there are."""
+    """(hosts, replicas per host) of the recommendation, or else the most that were tried."""
     cfg = plan.recommendation.configuration
     if cfg.hosts > 1 and cfg.strategy == MULTI_WORKER:
         return cfg.hosts, cfg.per_host
@@ -71,7 +71,7 @@ def _part(profile: Profile, cfg: Configuration) -> float:
 
 
 def lossy_sentence(plan: Plan) -> str:
-    """What compressions are worth on these links; an empty text where none was asked for."""
+    """Say what compressions gain on these links; empty if they were not asked for."""
     if not plan.lossy:
         return ""
     rows = compared(plan)
@@ -106,7 +106,7 @@ def _name(cfg: Configuration) -> str:
 
 
 def lossy_table(plan: Plan) -> Table:
-    """Wire, bytes, encoding, step and gain."""
+    """The comparison as a table: wire, bytes, encoding, step and gain."""
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("wire", no_wrap=True)
     for head in ("bytes", "encoding", "step", "times as fast"):

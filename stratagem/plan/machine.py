@@ -1,12 +1,12 @@
-"""What is measured on this machine besides the model's own step.
+"""Measure this machine, besides the model's own step.
 
     measure_hardware()    what replicas on one host share: memory, loopback, processors
     crowd()               the same step while other replicas of this machine compute, too
     update_seconds()      the update of a real parameter server with this optimizer
 
 Replicas share caches, memory and processors, and how much that costs depends on the model: a large
-matrix waits for memory, a convolution does not. So `crowd` measures with the strategies' own
-processes and threads, and nothing exchanged.
+matrix waits for memory, a convolution does not. So `crowd` measures the model in the strategies'
+own processes and threads, without communication.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def one_thread() -> Iterator[None]:
 
 
 def measure_hardware(device: str = "cpu") -> Hardware:
-    """One host with this machine's processors, or GPUs if `device` is one."""
+    """Measure one host with this machine's processors, or with its GPUs if `device` is a GPU."""
     with one_thread():
         adding, updating = _adding(), _updating()
     cuda = KINDS["cuda"]
@@ -85,7 +85,7 @@ def _updating() -> float:
 
 
 def _between_gpus(count: int) -> float:
-    """Bytes a second from one GPU to the next; where it is alone, to the host and no faster."""
+    """Bytes a second from one GPU to the next, or to the host's memory if there is only one."""
     one = torch.empty(_FLOATS * 4, device="cuda:0")
     if count > 1:
         other = torch.empty_like(one, device="cuda:1")
@@ -109,7 +109,7 @@ def _best(work: Callable[[], object]) -> float:
 
 
 def _round_trip() -> float:
-    """Seconds there and back over loopback."""
+    """Seconds of a round trip over loopback."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         near = socket.create_connection(door.getsockname(), timeout=5)
         far, _ = door.accept()
@@ -128,14 +128,14 @@ def _round_trip() -> float:
 
 
 def _through_sockets() -> float:
-    """Bytes that a core's time of a second adds up over sockets, by the strategies' own ring."""
+    """Bytes that the strategies' ring over sockets all-reduces in a second of processor time."""
     with MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops="ring") as strategy:
         taken: list[float] = strategy.run(_carried)
     return _FLOATS * 4 / max(*taken, 1e-9)
 
 
 def _carried() -> float:
-    """Processor seconds of this replica for an all-reduce, all of its threads together."""
+    """Processor seconds of an all-reduce, in all threads of this replica."""
     collective = current_replica().collective
     flat = collective.buffer(_FLOATS, torch.float32, torch.device("cpu"))
     times = []
@@ -147,7 +147,7 @@ def _carried() -> float:
 
 
 def waited_for_processor() -> float:
-    """Return how long this thread was ready while another had its processor; 0 if unknown."""
+    """Return how long this thread has waited for a processor, in seconds; 0 if unknown."""
     file = Path("/proc/thread-self/schedstat")
     return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
 
@@ -156,8 +156,11 @@ _LEAST_STEPS, _MOST_STEPS = 5, 100
 
 
 def counts(wanted: int | None = None) -> list[int]:
-    """Return how many replicas to try: a few points of a curve that is nearly straight, and as many
-    as are wanted on a host, if there are fewer processors."""
+    """Return the numbers of replicas to measure.
+
+    A few are enough, since the curve is nearly straight; `wanted` is added if it is more than there
+    are processors.
+    """
     most = cores()
     found = {n for n in (2, most // 2, most) if 2 <= n <= most}
     return sorted(found | ({wanted} if wanted is not None and wanted > most else set()))
@@ -166,9 +169,9 @@ def counts(wanted: int | None = None) -> list[int]:
 def crowd(
     trial: DryRun, batch: Any, many: Sequence[int], seconds: float = 1.0
 ) -> tuple[tuple[int, float], ...]:
-    """(n, forward and backward) for these numbers of CPU replicas at once.
+    """Measure (n, seconds of forward and backward) with n CPU replicas at once.
 
-    Of the slowest in each step: cores are not equal, and in lock step all go at its pace.
+    The slowest replica of each step counts: cores are not equal, and synchronous replicas wait.
     """
     found = []
     for n in many:
@@ -184,7 +187,7 @@ def crowd(
 def _compute(
     module: nn.Module, loss: Callable[[Any], Tensor], batch: Any, seconds: float
 ) -> list[float]:
-    """Return the seconds of steps on one replica, which waits for no other."""
+    """Return the seconds of each step of one replica, which does not wait for the others."""
     module.train()
     times: list[float] = []
     _timed_step(module, loss, batch)
@@ -204,16 +207,16 @@ def _timed_step(module: nn.Module, loss: Callable[[Any], Tensor], batch: Any) ->
     return time.perf_counter() - start
 
 
-#: elements that are tried at most; of larger models a part, and the rest by its size
+#: the most elements to time; times of larger models are extrapolated
 _MOST_ELEMENTS = 8 << 20
 
 
 def update_seconds(
     params: Sequence[nn.Parameter], dense: Sequence[int], optimizer: Optimizer
 ) -> float | None:
-    """Of one server that holds these variables of `params`, on one core.
+    """Measure the update of one server with the `dense` variables of `params`, on one core.
 
-    None if no server takes that optimizer.
+    None if servers do not support that optimizer.
     """
     total = sum(params[i].numel() for i in dense)
     if not total:
@@ -228,7 +231,7 @@ def update_seconds(
 
 
 def refusal(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
-    """Return why no server takes that optimizer; an empty text if one does."""
+    """Return why servers do not support that optimizer; empty if they do."""
     try:
         describe(optimizer, params)
     except (NotDistributable, UsageError) as problem:
@@ -237,7 +240,7 @@ def refusal(params: Sequence[nn.Parameter], optimizer: Optimizer) -> str:
 
 
 def _cut(shape: tuple[int, ...], part: float) -> tuple[int, ...]:
-    """Return the shape with so much of its rows."""
+    """Return the shape with that fraction of its rows."""
     return (math.ceil(shape[0] * part), *shape[1:]) if shape else ()
 
 

@@ -38,9 +38,9 @@ from stratagem.wire.device_kinds import kind_of
 Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
 _WARM, _LEAST = 3, 5
-#: a part of the time, from which on waiting for a processor is told
-_TELL = 0.1
-#: a spread wants many samples, a person wants an answer
+#: the fraction of the time, spent waiting for a processor, above which a note says so
+_NOTED_WAITING = 0.1
+#: enough samples for their distribution, and not too long for a person who waits
 _SECONDS, _MOST = 4.0, 200
 
 
@@ -54,11 +54,11 @@ def rehearse(
     per_host: int | None = None,
     say: Say = lambda text: None,
 ) -> Profile:
-    """Measure `batch` examples a replica: by default what the script gives to each.
+    """Measure a replica's step of `batch` examples, by default as many as the script gives to each.
 
-    crowded: also among other replicas on this machine, where they share its processors.
-    lossy: also how long compressions of its gradient take.
-    per_host: replicas of a host that are planned for, if that are more than it has processors.
+    crowded: also measure it beside other replicas that share this machine's processors.
+    lossy: also time compressions of its gradient.
+    per_host: replicas per host to plan for, if they are more than its processors.
     """
     whole = count_rows(trial.batch)
     if whole < 1:
@@ -67,7 +67,7 @@ def rehearse(
     device = torch.device(trial.device)
     given = batch_of(trial, size, device)
     _check_memory(trial, device, size)
-    with _undone(trial), _explained(trial.module, size):
+    with _restored(trial), _explained(trial.module, size):
         trial.module.to(device)
         runner = _Runner(trial, given, device, size / whole)
         seconds = _SECONDS if steps is None else float("inf")
@@ -98,7 +98,7 @@ def rehearse(
 
 
 def _room(trial: DryRun, wanted: list[int], say: Say) -> list[int]:
-    """Return the numbers of replicas that memory suffices for, with parameters and gradients."""
+    """Return the numbers of replicas whose parameters and gradients fit into memory."""
     left, each = available(), 2 * least(trial.module, None)
     found = [n for n in wanted if left is None or n * each < left]
     if len(found) < len(wanted):
@@ -107,14 +107,14 @@ def _room(trial: DryRun, wanted: list[int], say: Say) -> list[int]:
 
 
 def batch_of(trial: DryRun, size: int, device: torch.device) -> Any:
-    """Return so many examples of its batch, again from the start if there are fewer."""
+    """Return `size` examples of the trial's batch, repeated if it has fewer."""
     return _tensors_to(trial.batch, torch.arange(size) % count_rows(trial.batch), device)
 
 
 def _with_one_thread(runner: _Runner, measured: Profile, say: Say) -> Profile:
-    """Measure the same with one thread, as CPU replicas that fill a machine have it.
+    """Measure the same step with one thread, as CPU replicas that fill a machine have.
 
-    On small models, or beside other work, one thread is the faster: then that is one device.
+    If one thread is faster (small models, a busy machine), it is what one device is compared by.
     """
     if runner.device.type != "cpu" or measured.threads == 1:
         return measured
@@ -151,7 +151,7 @@ class _Runner:
         self, trial: DryRun, batch: Any, device: torch.device, repeated: float = 1.0
     ) -> None:
         self.trial, self.batch, self.device = trial, batch, device
-        #: how often the batch has each example, if it has one more than once
+        #: how many times the batch has each example
         self.repeated = max(1.0, repeated)
         self.params = [p for p in trial.module.parameters() if p.requires_grad]
         if not self.params:
@@ -161,11 +161,11 @@ class _Runner:
         self._now = _Times()
         self._began = 0.0
         self._sparse: dict[int, Tensor] = {}
-        #: seconds of all steps, and how many of them others had the processor
+        #: seconds of all steps, and of waiting for a processor in them
         self.spent = self.waited = 0.0
 
     def forget(self) -> None:
-        """Drop what was measured so far: it was warming up."""
+        """Drop the measurements so far, which were for warming up."""
         self.taken.clear()
         self.spent = self.waited = 0.0
 
@@ -192,7 +192,7 @@ class _Runner:
     def _ready(self, index: int, param: Tensor) -> None:
         if not kind_of(self.device).queued:
             self._now.ready[index] = time.perf_counter() - self._began
-        else:  # asynchronous devices: note it in their own stream
+        else:  # asynchronous devices: record an event in their own stream
             self._events[index] = self._event()
         if param.grad is not None and param.grad.is_sparse:
             self._sparse[index] = param.grad._indices()
@@ -205,7 +205,7 @@ class _Runner:
         start = self._clock()
         loss = self.trial.loss(self.batch)
         self._began = self._clock()
-        # Micro-batches before the last have had their backward pass: what is there is there.
+        # all micro-batches but the last have had their backward: their gradients are ready at 0
         self._now.ready = dict.fromkeys(self._now.ready | self._events, 0.0)
         self._events.clear()
         mark = self._event()
@@ -229,13 +229,13 @@ class _Runner:
         return time.perf_counter()
 
     def profile(self, size: int) -> Profile:
-        """Return the profile of all steps; the mean decides the speed of a long training."""
+        """Return the profile of all steps, by the mean, which decides the speed of a training."""
         taken = self.taken
         samples = tuple(t.forward + t.backward for t in taken)
         compute, usual = statistics.fmean(samples), statistics.median(samples)
         forward = compute * statistics.median(t.forward for t in taken) / max(usual, 1e-12)
         backward = max(0.0, compute - forward)
-        # Whatever was ready when is told as a part of backward: medians and means do not mix.
+        # the times in `ready` are medians: scale them to the mean backward
         scale = backward / max(statistics.median(t.backward for t in taken), 1e-12)
         dense = self._dense()
         return Profile(
@@ -277,7 +277,7 @@ class _Runner:
 
     def _notes(self, size: int) -> tuple[str, ...]:
         notes = tuple(self.trial.notes)
-        if self.waited > _TELL * self.spent:
+        if self.waited > _NOTED_WAITING * self.spent:
             notes += (
                 f"other work had the processor for {self.waited / self.spent:.0%} of the time "
                 "that was measured, so one device is faster than it seems here, and how many "
@@ -319,8 +319,8 @@ class _Runner:
 
 
 @contextmanager
-def _undone(trial: DryRun) -> Iterator[None]:
-    """Put weights, gradients, modes, optimizer state and random numbers back."""
+def _restored(trial: DryRun) -> Iterator[None]:
+    """Restore weights, gradients, modes, optimizer state and random numbers at the end."""
     module, optimizer = trial.module, trial.optimizer
     modes = [(each, each.training) for each in module.modules()]  # some may be frozen
     before = {name: t.detach().clone() for name, t in _tensors(module)}
@@ -352,7 +352,7 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def _explained(module: nn.Module, size: int) -> Iterator[None]:
-    """Raise one sentence where there is too little memory."""
+    """Raise an out-of-memory error as one sentence."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -363,9 +363,9 @@ def _explained(module: nn.Module, size: int) -> Iterator[None]:
 
 
 def _check_memory(trial: DryRun, device: torch.device, size: int) -> None:
-    """Refuse what does not fit in a CPU's memory, which does not say so itself."""
+    """Refuse a training that does not fit into a CPU's memory, where allocation does not fail."""
     module, left = trial.module, available() if device.type == "cpu" else None
-    copied = sum(t.nbytes for _, t in _tensors(module))  # to be put back
+    copied = sum(t.nbytes for _, t in _tensors(module))  # by _restored
     if left is not None and copied + least(module, trial.optimizer) > left:
         raise _too_big(module, size)
 

@@ -30,7 +30,7 @@ from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 @dataclass(frozen=True, repr=False)
 class NotebookPlan:
-    """A plan that shows itself; `plan` has the figures."""
+    """A plan that displays itself in a notebook; `plan` has the numbers."""
 
     plan: Plan
 
@@ -50,7 +50,7 @@ class NotebookPlan:
         return to_json(self.plan)
 
     def save(self, path: str) -> None:
-        """As plan.json, plan.html or plan.png."""
+        """Save the plan as .json, .html or .png."""
         make: dict[str, Callable[[Plan], str | bytes]] = {
             ".json": dumps,
             ".html": page,
@@ -90,17 +90,17 @@ def plan(
 
     Args:
         model: a compiled sg.Model or Keras model; or an nn.Module, with `loss` and `optimizer`.
-        loss, optimizer: functions, names, classes: whatever sg.Model.compile takes.
+        loss, optimizer: functions, names or classes, as sg.Model.compile takes them.
         batch: (x, y), as many examples as one replica computes at once.
         link, latency: between hosts, as "10Gbit" and "50us".
-        hosts: how many there could be, of `gpus_per_host` devices each (as many as are here).
+        hosts: how many there could be, of `gpus_per_host` devices each (default: as many as here).
         most: the largest number of replicas to look at.
-        memory: bytes of each device, as "16GB" (what is here).
-        lossy: also with less than gradients on the wire, and whether that pays.
+        memory: bytes of each device, as "16GB" (default: what this machine has).
+        lossy: also predict gradient compression, and say whether it pays.
 
     >>> sg.plan(model, (x[:64], y[:64]), link="1Gbit", hosts=4)
     """
-    # What was asked for is checked before anything is measured.
+    # check the arguments before measuring, which takes long
     if gpus_per_host is not None and (type(gpus_per_host) is not int or gpus_per_host < 1):
         raise UsageError(
             f"gpus_per_host is {gpus_per_host!r}; it must be a whole number, 1 or more."
@@ -133,7 +133,7 @@ def _measured(model: Any, batch: Any, loss: Any, optimizer: Any, lossy: bool) ->
         )
     if not isinstance(optimizer, Optimizer) or isinstance(loss, type) or not callable(loss):
         compiled = model_class(model)
-        compiled.compile(optimizer, loss)  # names and classes are `compile`'s to understand
+        compiled.compile(optimizer, loss)  # only `compile` understands names and classes
         return _of_fit(compiled, batch, lossy)
     _check_parameters(model, optimizer)
     given = _as_tensors(_pair(batch))
@@ -175,7 +175,7 @@ def profile(
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Return the device of a module that has parameters already."""
+    """Return the device of a module; refuse lazy parameters."""
     params = list(module.parameters())
     if any(nn.parameter.is_lazy(each) for each in params):
         raise UsageError(
@@ -196,13 +196,13 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _of_keras(model: Any) -> bool:
-    """Whether its `fit` is Keras': a module's own may be anything, and is never called."""
+    """Whether `fit` is that of Keras: another module's may do anything, and is never called."""
     kinds = (each.__module__.partition(".")[0] for each in type(model).__mro__)
     return hasattr(model, "fit") and "keras" in kinds
 
 
 def _of_fit(model: Any, batch: Any, lossy: bool = False) -> Profile:
-    """Have the model's own `fit` say what a step is."""
+    """Measure the step that the model's own `fit` makes."""
     found: list[DryRun] = []
     x, y = _pair(batch)
     if getattr(model, "compiled", True) is False:
@@ -214,7 +214,7 @@ def _of_fit(model: Any, batch: Any, lossy: bool = False) -> Profile:
     with instead_of_fit(found.append), suppress(DryRunHandedOver):
         model.fit(x, y, batch_size=size, verbose=0, shuffle=False)
     if found:
-        return rehearse(found[0], batch=size, lossy=lossy)  # strategies start replicas again by now
+        return rehearse(found[0], batch=size, lossy=lossy)  # outside of instead_of_fit
     raise UsageError(
         f"fit of this {type(model).__name__} cannot be watched; compile it in a strategy's scope: "
         "with sg.MirroredStrategy().scope(): model.compile(...)."
@@ -236,7 +236,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
 
 
 def _lengths(tree: Any) -> Iterator[int]:
-    """Of every array in it that has rows."""
+    """Yield the lengths of all arrays that have rows."""
     if isinstance(tree, dict):
         tree = list(tree.values())
     if isinstance(tree, list | tuple):
@@ -247,7 +247,7 @@ def _lengths(tree: Any) -> Iterator[int]:
 
 
 def _as_tensors(tree: Any) -> Any:
-    """NumPy's arrays as torch's."""
+    """Convert NumPy arrays to tensors."""
     if isinstance(tree, dict):
         return {key: _as_tensors(each) for key, each in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,4 +1,4 @@
-"""The plan as a picture: an HTML page that needs nothing else, or a PNG, by matplotlib."""
+"""Draw a plan: as a self-contained HTML page, or as a PNG by matplotlib."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ color:#222;background:#fff}
 font-size:13px;white-space:pre;pointer-events:none;box-shadow:0 1px 4px #0003}
 @media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}#tip{background:#222}}"""
 
-#: of what a notebook shows, too, whatever its own style: half-grey is seen on white and on black
+#: also for notebooks of any style: translucent grey is visible on white and on black
 _OWN_STYLE = """.sgplan pre{background:#8882;color:inherit;padding:.8em;overflow-x:auto}
 .sgplan svg{max-width:100%;min-width:420px;height:auto}.sgplan div{overflow-x:auto}
 .sgplan text{fill:currentColor}.sgplan circle{cursor:pointer}
@@ -36,7 +36,7 @@ _OWN_STYLE = """.sgplan pre{background:#8882;color:inherit;padding:.8em;overflow
 .sgplan th:first-child,.sgplan td:first-child,.sgplan .why{text-align:left}
 .sgplan caption{text-align:left}.sgplan mark{background:#8884;color:inherit;font-weight:bold}"""
 
-#: dots that lie on each other are told together, those of the line on top first
+#: the tooltip describes all dots under the pointer, the topmost first
 _SCRIPT = """const tip=document.getElementById('tip');
 for(const dot of document.querySelectorAll('circle')){
  dot.addEventListener('pointermove',e=>{
@@ -48,7 +48,7 @@ for(const dot of document.querySelectorAll('circle')){
 
 
 def page(plan: Plan) -> str:
-    """A whole document."""
+    """Return the plan as an HTML document."""
     return (
         "<!doctype html>\n<html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width">'
@@ -59,9 +59,9 @@ def page(plan: Plan) -> str:
 
 
 def fragment(plan: Plan, titles: bool = True) -> str:
-    """The same without what makes it a document, for notebooks.
+    """Return the plan as an HTML fragment, for notebooks.
 
-    titles: figures under the pointer without a script, which notebooks may not run.
+    titles: tooltips without a script, which notebooks may not run.
     """
     say = html.escape
     notes = "".join(f"<p>Note: {say(each)}</p>" for each in warnings(plan.profile))
@@ -75,13 +75,13 @@ def fragment(plan: Plan, titles: bool = True) -> str:
 
 
 def svg(plan: Plan, titles: bool = True) -> str:
-    """Speedup over replicas, both doubling from line to line."""
+    """Draw speedup over the number of replicas, on logarithmic axes."""
     rows = [(name, row) for name, row, _ in shown(plan)[:_LINES]]
     most = max(each.configuration.replicas for _, row in rows for each in row)
     least = min(0.5, *(each.speedup for _, row in rows for each in row))
     axes = _Axes(math.log2(max(most, 2)), math.floor(math.log2(max(least, 1 / 64))))
     best = plan.recommendation.configuration
-    places = _apart(
+    places = _without_overlap(
         [
             [(axes.x(p.configuration.replicas), axes.y(max(p.speedup, 1 / 64))) for p in row]
             for _, row in rows
@@ -89,7 +89,7 @@ def svg(plan: Plan, titles: bool = True) -> str:
     )
     lines = "".join(
         reversed(
-            [  # the first is the best: it lies on top
+            [  # the first is the best, and is drawn last
                 _curve(row, points, colour, best.replicas if name == best.family else 0, titles)
                 for (name, row), points, colour in zip(rows, places, _COLOURS, strict=False)
             ]
@@ -103,7 +103,7 @@ def svg(plan: Plan, titles: bool = True) -> str:
 
 
 class _Axes:
-    """Powers of two both ways."""
+    """Two axes with powers of two."""
 
     def __init__(self, top: float, low: int) -> None:
         self.top, self.low = top, low
@@ -146,8 +146,10 @@ class _Axes:
         return "".join(found)
 
 
-def _apart(rows: Sequence[Sequence[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
-    """Move points sideways that would lie on others, so that each is seen."""
+def _without_overlap(
+    rows: Sequence[Sequence[tuple[float, float]]],
+) -> list[list[tuple[float, float]]]:
+    """Move overlapping points sideways, so that each is visible."""
     taken: list[tuple[float, float]] = []
     found = []
     for row in rows:
@@ -167,7 +169,7 @@ def _apart(rows: Sequence[Sequence[tuple[float, float]]]) -> list[list[tuple[flo
 
 
 def _names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> str:
-    """Each line's name at the right, as high as its end and joined to it, none on another."""
+    """Write the name of each line at the right, joined to its end, without overlap."""
     order = sorted(range(len(names)), key=lambda i: ends[i][1])
     at, low = dict[int, float](), 10.0
     for i in order:
@@ -185,7 +187,7 @@ def _names(names: Sequence[str], ends: Sequence[tuple[float, float]]) -> str:
 
 
 def _table(plan: Plan) -> str:
-    """The speedups, and why each strategy ends where it does."""
+    """Return the table of speedups, with the limit of each strategy and its reason."""
     best, rows = plan.recommendation, shown(plan)
     counts = sorted({each.configuration.replicas for _, row, _ in rows for each in row})
     head = "".join(f"<th>{n}</th>" for n in counts)
@@ -217,34 +219,34 @@ def _curve(
     way = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{8 if p.configuration.replicas == marked else 5}" '
-        f'fill="{colour}" data-say="{html.escape(_told(p))}">'
-        f"{f'<title>{html.escape(_told(p))}</title>' if titles else ''}</circle>"
+        f'fill="{colour}" data-say="{html.escape(_tooltip(p))}">'
+        f"{f'<title>{html.escape(_tooltip(p))}</title>' if titles else ''}</circle>"
         for (x, y), p in zip(points, row, strict=True)
     )
     return f'<polyline points="{way}" fill="none" stroke="{colour}" stroke-width="2"/>{dots}'
 
 
-def _told(of: Prediction) -> str:
+def _tooltip(of: Prediction) -> str:
     parts = "\n".join(f"  {name} {each * 1e3:.3g} ms" for name, each in of.parts.items() if each)
     return (
         f"{of.configuration}\n{of.speedup:.2f}x one device, {of.efficiency:.0%} of each\n"
-        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}{_held(of)}"
+        f"{of.rate:,.0f} examples/s, {of.step * 1e3:.3g} ms a step:\n{parts}{_memory_line(of)}"
     )
 
 
-def _held(of: Prediction) -> str:
+def _memory_line(of: Prediction) -> str:
     if of.memory is None:
         return ""
     return f"\n{say_bytes(of.memory)} on each device{'' if of.fits else ', which do not fit'}"
 
 
 _DOTS = {"marker": "o", "markersize": 3}
-#: over a line of the same speedups, which is seen between the dashes and in the rings
+#: for a line over one with the same speedups, which stays visible between dashes and in rings
 _OVER = {"marker": "o", "markersize": 6, "markerfacecolor": "none", "linestyle": "--"}
 
 
 def library() -> Any:
-    """matplotlib, or a sentence that says how to get it."""
+    """Import matplotlib, or raise an error that says how to install it."""
     try:
         import matplotlib
     except ImportError:
@@ -257,14 +259,14 @@ def library() -> Any:
 
 
 def png(plan: Plan) -> bytes:
-    """The figure, for a file."""
+    """Return the figure as a PNG file's content."""
     out = io.BytesIO()
     figure(plan).savefig(out, format="png")
     return out.getvalue()
 
 
 def figure(plan: Plan) -> Any:
-    """Speedup over replicas, and where the time of a step goes at the recommended size."""
+    """Draw speedup over replicas, and the parts of a step for the recommended family."""
     library()
     from matplotlib.figure import Figure
 
@@ -310,7 +312,7 @@ def _speedups(plan: Plan, axes: Any) -> None:
 
 
 def _parts(plan: Plan, axes: Any) -> None:
-    """One bar for each number of replicas of the recommended kind."""
+    """Draw one bar for each number of replicas of the recommended family."""
     row = plan.families.get(plan.recommendation.configuration.family, [plan.recommendation])
     names = list(dict.fromkeys(name for each in row for name in each.parts))
     low = [0.0] * len(row)
@@ -322,5 +324,5 @@ def _parts(plan: Plan, axes: Any) -> None:
     axes.set_xlabel("replicas")
     axes.set_ylabel("ms a step")
     axes.set_title(plan.recommendation.configuration.family, fontsize=9)
-    axes.set_ylim(0, max(low) * (1.1 + 0.07 * len(names)))  # the legend covers no bar
+    axes.set_ylim(0, max(low) * (1.1 + 0.07 * len(names)))  # room for the legend
     axes.legend(fontsize=7, loc="upper left", reverse=True)

@@ -1,4 +1,4 @@
-"""A predicted step, and what every configuration has in common."""
+"""A predicted step, and the base class of the predictions of all configurations."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ class Prediction:
     """The predicted speed and memory of a configuration; a step is the sum of its `parts`."""
 
     configuration: Configuration
-    #: seconds in which every counted replica has handed in once
+    #: seconds in which every counted replica contributes one gradient
     step: float
     #: examples a second
     rate: float
-    #: to one device, and what is left of it for each replica
+    #: relative to one device
     speedup: float
     #: updates of the parameters a second
     updates: float
     parts: Mapping[str, float]
     #: what most of the step is spent on
     limit: str
-    #: where `step` lies for certain: asynchronous workers stay out of each other's way, or in it,
-    #: as chance has it
+    #: bounds of `step`: how often asynchronous workers wait for each other is a matter of chance
     within: tuple[float, float]
-    #: bytes that each device holds, and may hold; None where that is not known
+    #: bytes that each device needs, and bytes that it has; None if unknown
     memory: float | None = None
     room: float | None = None
     #: the share of the time in which the stages of a pipeline wait
@@ -47,7 +46,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether devices have the memory for it, as far as that is known."""
+        """Whether devices have enough memory; true if that is unknown."""
         return self.memory is None or self.room is None or self.memory <= self.room
 
     @property
@@ -75,7 +74,7 @@ class Prediction:
 
 
 class PredictedStep:
-    """The parts that every configuration has: computing, and waiting for stragglers."""
+    """The parts of every configuration's step: computing, and waiting for stragglers."""
 
     def __init__(
         self,
@@ -89,19 +88,19 @@ class PredictedStep:
         self.on_cpu = profile.device == "cpu"
         self.scale = self._crowded() / profile.compute if profile.compute > 0 else 1.0
         self.link = hardware.link * calibration.goodput
-        #: bytes of one worker's gradient, and of the values that it fetches for the next
+        #: bytes of one worker's gradient, and of the values that it pulls for the next step
         self.pushes = profile.travels(1, configuration.travelling)
         self.pulls = profile.travels(configuration.replicas, configuration.travelling)
         self.forward = profile.forward * self.scale
         self.compute = profile.compute * self.scale
 
     def _crowded(self) -> float:
-        """Forward and backward while the other replicas of the host compute, too."""
+        """Seconds of forward and backward while the other replicas of the host compute, too."""
         profile, here = self.profile, self.cfg.per_host
         if not self.on_cpu or here == 1:
             return profile.compute
         known = dict(profile.crowd)
-        if known:  # among others nobody is faster than alone: that was the machine's unrest
+        if known:  # a replica beside others is never faster than alone: that was noise
             seen = between(here, {1: profile.compute, **known}, self.hw.cores)
             return max(seen, profile.compute)
         cores = self.hw.cores
@@ -109,17 +108,21 @@ class PredictedStep:
         return alone * (1 + self.cal.contention * (min(here, cores) - 1))
 
     def waiting(self) -> float:
-        """How much longer than usual the last replica that counts takes; where they meet every so
-        many steps, they wait for the slowest in that many, which are less unlike."""
+        """Seconds by which the slowest counted replica takes longer than usual.
+
+        Replicas that meet every few steps wait for the slowest sum of these, which varies less.
+        """
         spread, n = self.profile.spread, self.cfg.replicas
         factor = sampled(self.cfg.counted, n, spread)
         if self.on_cpu and self.cfg.hosts == 1 and self.profile.crowd:
-            factor /= sampled(n, n, spread)  # the slowest of all is in what was measured
+            factor /= sampled(n, n, spread)  # `crowd` was measured at the slowest replica
         return self.compute * max(0.0, factor - 1) / math.sqrt(self.cfg.every)
 
     def handled(self, size: float) -> float:
-        """How much later the rest of backward is because the cores carry a bucket meanwhile; not at
-        all where a core is idle, or it is not known what that takes."""
+        """Seconds by which sending a bucket delays the rest of backward, as both need the cores.
+
+        0 if a core is idle, or if the cost of sockets is unknown.
+        """
         cfg, hw = self.cfg, self.hw
         threads = self.profile.threads if cfg.per_host == 1 else max(1, hw.cores // cfg.per_host)
         if not self.on_cpu or hw.sockets is None or cfg.per_host * threads < hw.cores:
@@ -152,37 +155,39 @@ class PredictedStep:
 
     @property
     def update(self) -> float:
-        """The optimizer on all parameters, with the threads that a replica has, among others."""
+        """Seconds of the optimizer on all parameters, with a replica's threads, beside others."""
         threads = max(1, self.hw.cores // self.cfg.per_host)
         return self.profile.optimizer_with(threads) * self.crowding
 
     @property
     def crowding(self) -> float:
-        """How much slower memory is with all replicas of a host at work."""
+        """The slowdown of memory while all replicas of a host compute."""
         if self.profile.crowd and self.profile.compute > 0:
             return max(1.0, self._crowded() / (self.profile.single_thread or self.profile.compute))
         return 1 + self.cal.contention * (min(self.cfg.per_host, self.hw.cores) - 1)
 
 
-#: gradients that wait until it is their turn to be added up (docs/sharded.md)
+#: bytes of gradients that wait for their reduction (docs/sharded.md)
 _WAITING = 8_000_000
 
 
 def device_memory(profile: Profile, cfg: Configuration) -> float | None:
-    """Bytes of one device; None where nothing was measured, or for a divided model, which knows
-    more. P parameters and buffers, G gradients, S states of the optimizer, A what forward keeps:
+    """Bytes that one device needs; None if not measured, or for a model divided by layers.
+
+    The subclasses for such models count their own memory. P parameters and buffers, G gradients,
+    S states of the optimizer, A activations:
 
     one device, mirrored GPUs and hosts   P + G + S + A
     CPU replicas that share memory        (P + S + P) / n + G + A
-    sharded, CPUs of one machine          (P + G + S) / n + A, and gradients that wait their turn
-    sharded, fully_shard                  (P + G + S) / n + A, and the largest layer, whole
+    sharded, CPUs of one machine          (P + G + S) / n + A, and gradients before their reduction
+    sharded, fully_shard                  (P + G + S) / n + A, and the largest layer, undivided
     workers of servers                    P + G + A
     pipeline, mesh                        of its own layers P + G + S, and A of each microbatch that
                                           is kept (staged_step.py)
-    divided layers                        of what is divided 1/n of P + G + S, of others all
+    divided layers                        1/n of P + G + S of the divided layers, all of the others'
 
-    Of what memory is shared by the replicas of a machine each counts its part. What allocators,
-    the interpreter and temporaries of kernels take comes on top of it.
+    Memory that the replicas of a machine share counts in equal parts. Allocators, the interpreter
+    and temporaries of kernels take more.
     """
     held, n = profile.footprint, cfg.replicas
     if held is None or cfg.staged or cfg.strategy == TENSOR:
@@ -200,12 +205,12 @@ def device_memory(profile: Profile, cfg: Configuration) -> float | None:
 
 
 def largest_layer(profile: Profile) -> float:
-    """Bytes of the largest layer's parameters: what fully_shard gathers at a time."""
+    """Bytes of the largest layer's parameters, which fully_shard gathers at once."""
     held = profile.footprint
     if held is None:
         return 0.0
     costs = profile.layers[0].costs if profile.layers else ()
     whole = sum(cost.fixed for cost in costs)
-    if not whole:  # it is not known where layers end
+    if not whole:  # layers were not measured
         return float(held.parameters)
     return held.parameters * max(cost.fixed for cost in costs) / whole

@@ -17,7 +17,7 @@ from stratagem.plan.lossy import CodecTime
 from stratagem.rules.layer_split import LayerCost
 
 Shape = tuple[int, ...]
-#: steps, and late ones among them, from which nothing about their frequency follows
+#: with fewer steps, or fewer late steps, the frequency of late steps cannot be estimated
 _FEW = 10
 
 
@@ -30,25 +30,25 @@ class SparseTable:
     touched: float
 
     def sent(self, workers: int = 1, travelling: float = 1.0) -> float:
-        """Bytes of the rows that so many workers touch, and the number of each row."""
+        """Bytes of the rows that `workers` workers touch, with the indices of the rows."""
         return self.touched_by(workers) * (self.row_bytes * travelling + 8)
 
     def touched_by(self, batches: float) -> float:
-        """Rows that so many such batches touch together, each by chance."""
+        """The expected number of rows that so many batches touch together."""
         missed = math.log1p(-min(self.touched / self.rows, 1 - 1e-12))
         return -self.rows * math.expm1(batches * missed)
 
 
 @dataclass(frozen=True)
 class GradientPart:
-    """A part of the gradient, and when it is there, in seconds after backward began."""
+    """The bytes of a part of the gradient, and when it is ready: seconds after backward began."""
 
     size: int
     ready: float
 
 
 def merged(gradients: Sequence[GradientPart]) -> tuple[GradientPart, ...]:
-    """Neighbours put together: the gradients of a deep model in a list of 32 at most."""
+    """Merge adjacent parts, so that a deep model has 32 at most."""
     group = -(-len(gradients) // 32) if gradients else 1
     parts = [gradients[i : i + group] for i in range(0, len(gradients), group)]
     return tuple(GradientPart(sum(b.size for b in part), part[-1].ready) for part in parts)
@@ -56,7 +56,7 @@ def merged(gradients: Sequence[GradientPart]) -> tuple[GradientPart, ...]:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """What each layer costs for a `pieces`-th of the batch: a microbatch of a pipeline."""
+    """The cost of each layer for a microbatch: one of `pieces` equal parts of the batch."""
 
     pieces: int
     costs: tuple[LayerCost, ...]
@@ -68,9 +68,11 @@ class LayerTable:
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds of the whole model as one stage, in one of so many processes: a forward and a
-    backward of a microbatch or chunk, and what is put off to the end of a batch. All compute at
-    once, or one of them `alone`."""
+    """Seconds of the whole model as one stage, in one of several processes.
+
+    `forward` and `backward` are those of a microbatch or chunk; `late` is deferred to the end of a
+    batch. All processes compute at once, or one of them `alone`.
+    """
 
     processes: int
     pieces: int
@@ -82,16 +84,16 @@ class StageTime:
 
 @dataclass(frozen=True)
 class DividedLayers:
-    """What layers that processes divide have of the whole, and what crosses between these."""
+    """The part of a model in layers that processes divide, and their communication."""
 
     #: shares of the time, of the bytes that are held for good, and of activations
     seconds: float
     fixed: float
     activations: float
-    #: bytes that are added up or put together for one replica's rows, and how often that is done
+    #: bytes that are all-reduced or gathered for one replica's rows, and the number of operations
     crossing: int
     meetings: int
-    #: seconds in which two processes meet for that; 0 if they were not tried
+    #: seconds of such an operation of two processes without data; 0 if not measured
     meeting: float = 0.0
     #: how much longer the layers that are not divided take for twice the rows
     growth: float = 2.0
@@ -99,8 +101,7 @@ class DividedLayers:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that one device holds: parameters and buffers, gradients, the optimizer's state, and
-    what forward keeps of a batch until its backward."""
+    """Bytes that one device holds; parameters include buffers."""
 
     parameters: int
     gradients: int
@@ -121,55 +122,55 @@ class Profile:
     forward: float
     backward: float
     optimizer: float
-    #: in the order in which backward makes them; the last one leaves when backward has ended
+    #: in the order of backward; the last one is sent when backward has ended
     buckets: tuple[GradientPart, ...]
-    #: of the dense variables, for cutting them up
+    #: shapes of the dense variables, for dividing them over servers
     shapes: tuple[Shape, ...] = ()
     sparse: tuple[SparseTable, ...] = ()
     #: measured forward and backward passes, for their spread; the mean is forward + backward
     samples: tuple[float, ...] = ()
     device: str = "cpu"
     threads: int = 1
-    #: what torch takes by itself, where it was planned with fewer because those are faster
+    #: torch's default, if the plan is made with fewer threads, which are faster
     usual_threads: int | None = None
     #: forward and backward with one thread, where `threads` is more
     single_thread: float | None = None
     #: the optimizer with one thread, likewise
     single_optimizer: float | None = None
-    #: (n, forward and backward) of the slowest while n replicas of this machine compute at once
+    #: (n, forward and backward) of the slowest of n replicas that compute at once on this machine
     crowd: tuple[tuple[int, float], ...] = ()
     itemsize: int = 4
-    #: as `buckets`, for every dense variable by itself: servers take each as soon as it is there
+    #: as `buckets`, but for each dense variable: workers push each as soon as it is ready
     gradients: tuple[GradientPart, ...] = ()
-    #: one server's update of all dense variables with this optimizer, where that was measured
+    #: one server's update of all dense variables with this optimizer, if measured
     server: float | None = None
-    #: why no server takes this optimizer
+    #: why servers do not support this optimizer
     unserved: str = ""
-    #: micro-batches that a step consists of
+    #: micro-batches of a step
     accumulated: int = 1
     #: notes for the reader of the figures
     notes: tuple[str, ...] = ()
     #: whether the script has a loop of its own
     own_loop: bool = False
-    #: what one device holds, where that was measured
+    #: the memory of one device, if measured
     footprint: Footprint | None = None
-    #: of the whole batch, a half and a quarter of it, where layers can be cut apart
+    #: layer costs for the whole batch, a half and a quarter of it, if the model can be split
     layers: tuple[LayerTable, ...] = ()
     #: recurrent layers for the whole sequence, a half and a quarter of it, and all other layers
     chunks: tuple[LayerTable, ...] = ()
     unchunked: tuple[LayerCost, ...] = ()
-    #: what these layers take together in the stages' own code, as microbatches and as chunks
+    #: all these layers together in the stages' own code, for microbatches and for chunks
     stage_times: tuple[StageTime, ...] = ()
     chunk_times: tuple[StageTime, ...] = ()
-    #: one operation of a stage with nothing to compute: messages; 0 if it was not tried
+    #: one operation of a stage with nothing to compute: messages; 0 if not measured
     operation: float = 0.0
-    #: for processes that have a part of each layer
+    #: for processes that each have a part of every layer
     divided: DividedLayers | None = None
-    #: why no pipeline takes this model, why its state is not sharded, its layers not divided
+    #: why the model has no pipeline, why its state is not sharded, its layers not divided
     unpiped: str = ""
     unsharded: str = ""
     undivided: str = ""
-    #: seconds of each compression that the optimizer goes with, where they were asked for
+    #: seconds of each compression that works with the optimizer, if asked for
     codecs: tuple[CodecTime, ...] = ()
 
     def __post_init__(self) -> None:
@@ -191,7 +192,7 @@ class Profile:
 
     @property
     def sparse_bytes(self) -> float:
-        """What travels of the sparse gradients of one batch."""
+        """Bytes that are sent for the sparse gradients of one batch."""
         return sum(table.sent() for table in self.sparse)
 
     def travels(self, workers: int = 1, travelling: float = 1.0) -> float:
@@ -212,25 +213,28 @@ class Profile:
 
     @property
     def unrest(self) -> float:
-        """How much longer than the usual step one in ten took: 1 on a machine with nothing else."""
+        """The 90th percentile of the steps relative to their median: 1 on an idle machine."""
         spread = self.spread
         return spread[int(0.9 * (len(spread) - 1))] / spread[len(spread) // 2]
 
     @property
     def late(self) -> int:
-        """How many steps took half as long again as usual, or longer."""
+        """The number of steps that took at least 1.5 times the median."""
         spread = self.spread
         return sum(each >= 1.5 * spread[len(spread) // 2] for each in spread)
 
     @property
     def restless(self) -> bool:
-        """Whether that is too much, or too little was measured to tell: a few late steps decide
-        how long the last of many replicas takes, and the next measurement may have none."""
+        """Whether steps vary too much to trust stragglers, or too few were measured to tell.
+
+        A few late steps decide how long the last of many replicas takes, and the next measurement
+        may have none.
+        """
         few = len(self.samples) < _FEW or 0 < self.late < _FEW
         return bool(self.samples) and (few or self.unrest > 1.3)
 
     def with_threads(self, threads: int) -> float:
-        """Forward and backward with so many threads: a serial part, and one that they share."""
+        """Seconds of forward and backward with so many threads: a serial and a parallel part."""
         return self._threaded(self.compute, self.single_thread, threads)
 
     def optimizer_with(self, threads: int) -> float:

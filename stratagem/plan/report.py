@@ -1,4 +1,4 @@
-"""A plan for people and for programs: a table with one recommendation, and JSON."""
+"""Write a plan as a table with one recommendation, or as JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from stratagem.plan.hardware import Hardware, say_bytes, say_seconds
 from stratagem.plan.lossy_advice import compared, lossy_table
 from stratagem.plan.profile import Profile
 
-#: columns of a name or a reason, from wide to narrow
+#: widths to try for names and reasons, in characters
 _TEXT = (60, 30, 24, 20, 10)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Everything that was measured and predicted."""
+    """Return everything that was measured and predicted."""
     best, rows = plan.recommendation, compared(plan) if plan.lossy else []
     return {
         "profile": plan.profile.to_json(),
@@ -52,7 +52,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def from_json(text: str) -> tuple[Profile, Hardware]:
-    """The profile that an earlier plan has measured, from the text of `dumps`."""
+    """Read the profile and the hardware of an earlier plan from the text of `dumps`."""
     try:
         plain = json.loads(text)
         return Profile.from_json(plain["profile"]), Hardware.from_json(plain["hardware"])
@@ -61,7 +61,7 @@ def from_json(text: str) -> tuple[Profile, Hardware]:
 
 
 def write(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """All of it or nothing: to a name of its own first. A pipe or a device stays what it is."""
+    """Write a file atomically, by a temporary file; write to a pipe or a device directly."""
     target, part = Path(path), _part(path)
     content = data.encode() if isinstance(data, str) else data
     if target.exists() and not target.is_file():
@@ -84,7 +84,7 @@ def dumps(plan: Plan) -> str:
 
 
 def heading(profile: Profile) -> str:
-    """One line on what was measured."""
+    """Return one line about the measurement."""
     parts = [
         f"{profile.name}: {profile.batch} examples a replica{_in_parts(profile)}",
         f"forward {say_seconds(profile.forward, 3)}, backward {say_seconds(profile.backward, 3)}, "
@@ -102,7 +102,7 @@ def _in_parts(profile: Profile) -> str:
 
 
 def warnings(profile: Profile) -> list[str]:
-    """Reasons to doubt the figures, and what they leave out."""
+    """Return the reasons to doubt the predictions, and what they leave out."""
     left_out = [*profile.notes]
     if profile.unserved:
         left_out.append(f"without servers: {profile.unserved}")
@@ -129,7 +129,7 @@ def _unrest(profile: Profile) -> str:
 
 
 def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
-    """The best of each kind, whatever its servers and wire, the fastest first; JSON has all."""
+    """Return the best family of each kind, the recommended one first; JSON has all families."""
     best = plan.recommendation.configuration.family
     rows = sorted(
         plan.families.items(), key=lambda item: (item[0] != best, -max(p.rate for p in item[1]))
@@ -144,7 +144,7 @@ def shown(plan: Plan) -> list[tuple[str, list[Prediction], Saturation]]:
 
 def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
     """Print the table, or a row for each of its cells, and the recommendation."""
-    soft = not console.is_terminal  # a terminal would break lines in the middle of words
+    soft = not console.is_terminal  # in a terminal rich wraps lines, at words
     console.print(escape(heading(plan.profile)), soft_wrap=soft)
     end = ":" if rows else "; times faster than one device:"
     console.print(f"on {plan.hardware}{end}", soft_wrap=soft)
@@ -164,8 +164,7 @@ def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
 
 
 def _fitting(plan: Plan, console: Console) -> Table:
-    """The widest table that fits: text in several lines, then fewer numbers of replicas, but no
-    word in two pieces."""
+    """Return the widest table that fits: first wrap text, then leave out numbers of replicas."""
     best = plan.recommendation.configuration.replicas
     ends = {at.replicas for _, _, at in shown(plan)}
     counts = sorted({*sizes(plan.most), best, *ends})
@@ -202,7 +201,7 @@ def _table(plan: Plan, counts: Sequence[int], width: int) -> Table:
 
 
 def _needs(plan: Plan, width: int) -> Table:
-    """Of the same strategies: step, memory of a device, bubble, and why not."""
+    """Return a table of the same strategies with step, memory, bubble and the reason against it."""
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     for head in ("devices", "step", "memory", "bubble"):
@@ -229,7 +228,7 @@ def _detailed(each: Prediction, name: str) -> str:
 
 
 def refused(profile: Profile) -> list[tuple[str, str]]:
-    """Strategies that do not take this model, and why."""
+    """Return the strategies that do not support this model, and why."""
     given = (
         ("Pipeline", profile.unpiped),
         ("Sharded", profile.unsharded),
@@ -243,7 +242,7 @@ def _lines(words: str, width: int) -> str:
 
 
 def _listing(plan: Plan) -> Table:
-    """Of the same strategies, every number of replicas with its throughput and efficiency."""
+    """Return a table of the same strategies with throughput and efficiency at every size."""
     table = Table("strategy", box=SIMPLE, pad_edge=False)
     for head in ("replicas", "examples/s", "speedup", "efficiency"):
         table.add_column(head, justify="right")
@@ -272,7 +271,7 @@ def _cells(row: Sequence[Prediction], counts: Sequence[int], marked: int) -> lis
 
 
 def text(plan: Plan, width: int = 120) -> str:
-    """The same as plain text."""
+    """Return the output of `render` as plain text."""
     out = io.StringIO()
     render(plan, Console(file=out, width=width, no_color=True, force_terminal=False))
     return out.getvalue()

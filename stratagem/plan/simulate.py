@@ -1,10 +1,11 @@
-"""Trainings at sizes that nobody here owns: the real rules, in virtual time.
+"""Simulate trainings of any size: the real rules, in virtual time.
 
     run = simulate(Scenario(workers=1000, servers=16, steps=1000, ...))
     run.rate, run.stats, run.failure
 
-With servers a `ServerJob` runs. Without them the workers all-reduce, in a `SimulatedRing`, in an
-`ElasticRing` that goes on when one of them is killed or joins, or now and then in a `MeetingRing`.
+A job with servers is a `ServerJob`. Without servers the workers all-reduce every step in a
+`SimulatedRing`, every few steps in a `MeetingRing`, or in an `ElasticRing`, which goes on when a
+worker is killed or joins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from stratagem.rules.cadence import EveryStep
 
 
 def simulate(scenario: Scenario, *, trace: bool = False) -> SimulatedRun:
-    """How long a training takes, and its statistics; `trace` keeps everything that happened."""
+    """Simulate a training; `trace` keeps every event."""
     if scenario.servers:
         return ServerJob(scenario, Idle(scenario), trace=trace).run()
     if scenario.sync is not None and not isinstance(scenario.sync, EveryStep):

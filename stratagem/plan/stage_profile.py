@@ -51,8 +51,8 @@ class _Clock:
         return found
 
     def typical(self, kind: str) -> float:
-        """The mean operation of all batches but the first: a late one delays other stages."""
-        seen = self.batches[1:] or self.batches  # the first one warms up, unless it took long
+        """The mean seconds of an operation: late ones count, since they delay other stages."""
+        seen = self.batches[1:] or self.batches  # the first one is for warming up
         each = [statistics.fmean(b[kind]) for b in seen if b.get(kind)]
         return statistics.fmean(each) if each else 0.0
 
@@ -89,8 +89,7 @@ def _judge(m: int, output: Any) -> Tensor:
 
 
 def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
-    """The profile with the seconds of stages' operations for these numbers of processes, if the
-    model can be split."""
+    """Add the seconds of stages' operations with `many` processes, if the model can be split."""
     if not many or not measured.layers or trial.inputs is None or trial.arguments is None:
         return measured
     x, batch = trial.inputs(given), measured.batch
@@ -123,7 +122,7 @@ def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int
 
 
 def sizes_of(most: int) -> list[int]:
-    """2, 4, 8, ..."""
+    """Return the powers of two from 2 to `most`."""
     return [1 << i for i in range(1, most.bit_length())]
 
 
@@ -136,7 +135,7 @@ def _timed(
     *,
     columns: bool,
 ) -> StageTime:
-    """The seconds of the slowest process."""
+    """Measure a stage's operations; the slowest process counts."""
     found = strategy.run(_play, *played, n, pieces, columns, alone)
     forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
     return StageTime(n, pieces, forward, backward, late, alone)
@@ -152,8 +151,10 @@ def _play(
     columns: bool,
     alone: bool,
 ) -> tuple[float, float, float]:
-    """On a process: seconds of a forward, a backward and the weight gradients that are deferred to
-    the end of a batch of n stages."""
+    """On each process: seconds of a forward, a backward and the deferred weight gradients.
+
+    Weight gradients are deferred to the end of a batch of n stages.
+    """
     replica, clock = current_replica(), _Clock()
     module.train()
     graph = trace(module, dict.fromkeys(names))
@@ -186,8 +187,10 @@ def _play(
 
 
 def _hand_over() -> float:
-    """On one of two processes: seconds of an operation with next to nothing to compute, so of
-    messages and the code around them."""
+    """On each of two processes: seconds of an operation that computes almost nothing.
+
+    So it is the time of messages and of the code around them.
+    """
     replica, times = current_replica(), []
     net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     graph = trace(net, torch.zeros(1, 1))

@@ -29,10 +29,10 @@ from stratagem.rules.timeline import HandOver, Timeline, timeline
 
 
 class StagedStep(PredictedStep):
-    """Devices of which each has some of the layers."""
+    """A step of devices that each have some of the layers."""
 
     def staged(self) -> Prediction:
-        """A step of as many examples as mirrored replicas on as many devices take."""
+        """Predict a step of as many examples as mirrored replicas on as many devices take."""
         busy = [sum(both) for both in zip(self.line.busy, self._late, strict=True)]
         # weight gradients come after a stage's last operation
         whole = max(sum(both) for both in zip(self.line.ends, self._late, strict=True))
@@ -95,8 +95,10 @@ class StagedStep(PredictedStep):
         return self.cfg.per_host / self._processors
 
     def _model_seconds(self, computing: int) -> StageTime:
-        """Seconds of all layers for a microbatch or chunk while so many stages of the host compute,
-        with more stages than processors one after another."""
+        """Seconds of all layers for a microbatch or chunk while so many stages of a host compute.
+
+        Stages take turns if they are more than the processors.
+        """
         at_once = min(computing, self._processors)
         found = self._undisturbed(at_once)
         turns = computing / at_once
@@ -104,8 +106,11 @@ class StagedStep(PredictedStep):
         return replace(found, forward=forward, backward=backward, late=late)
 
     def _undisturbed(self, busy: int) -> StageTime:
-        """The same with a processor for each of `busy` stages: between the measurements of one
-        stage alone and of all at once; where there are none, from the layers."""
+        """The same with a processor for each of `busy` stages.
+
+        Interpolates between the measurements of one stage alone and of all at once; without these,
+        sums over the layers.
+        """
         columns = self.cfg.schedule == COLUMNS
         tried = self.profile.chunk_times if columns else self.profile.stage_times
         here, pieces = self.cfg.per_host, self.table.pieces

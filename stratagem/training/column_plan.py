@@ -1,12 +1,12 @@
-"""Stacks of recurrent layers in columns: which part of a model is cut into chunks of time.
+"""Plan which part of a model with recurrent layers is cut into chunks of time (`columns=`).
 
     before     runs once, on the first device: embeddings, convolutions, ...
-    columns    recurrent layers, and what treats every moment by itself between them; each device
-               has some of them, and a chunk of time goes through the devices as a microbatch would
+    columns    recurrent layers, and layers between them that treat every time step by itself; each
+               device has some of them, and chunks of time go through the devices like microbatches
     after      runs once, on the last device, on all chunks put together: heads, the loss
 
-A recurrent layer hands its state on to the next chunk, so nothing is cut off: backward goes through
-the chunks from the last one to the first.
+A recurrent layer passes its state on to the next chunk, so gradients are not truncated: backward
+goes through the chunks from the last one to the first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ARM = ("aarch64", "arm64")
 
 @dataclass
 class ColumnOp:
-    """An operation on a chunk: a recurrent layer or another node; names are those of values."""
+    """An operation on a chunk: a recurrent layer or another node; the names are of values."""
 
     name: str
     inputs: list[str]
@@ -51,14 +51,14 @@ class ColumnOp:
     #: the dropout rate of its output, and the name of its stack
     dropout: float = 0.0
     stack: str = ""
-    #: else the node
+    #: the node, if it is no recurrent layer
     node: fx.Node | None = None
     weights: int = 0
 
 
 @dataclass
 class ColumnPlan:
-    """A model in three pieces, of which the middle one is divided over the devices."""
+    """A model in three pieces: before, columns (divided over the devices) and after."""
 
     graph: LayerGraph
     before: list[fx.Node]
@@ -77,11 +77,11 @@ class ColumnPlan:
         return len(self.firsts)
 
     def of(self, device: int) -> list[ColumnOp]:
-        """The operations of a device."""
+        """Return the operations of a device."""
         return self.ops[self.firsts[device] : [*self.firsts, len(self.ops)][device + 1]]
 
     def live(self, device: int) -> list[str]:
-        """The values that a device sends to the next one; the last device's are used after them."""
+        """Return the values that a device sends to the next one, or the last device to `after`."""
         made = {self.entry.name, *(op.name for d in range(device + 1) for op in self.of(d))}
         needed = [
             name for d in range(device + 1, self.devices) for op in self.of(d) for name in op.inputs
@@ -106,13 +106,13 @@ class ColumnPlan:
         return list(dict.fromkeys(found))
 
     def carried(self) -> list[fx.Node]:
-        """Values from before the columns that are used after them."""
+        """Return the values from before the columns that are used after them."""
         early = set(self.before)
         used = [value for node in self.after for value in node.all_input_nodes]
         return list(dict.fromkeys(v for v in used if v in early and v.name not in self.names))
 
     def tensors(self, device: int) -> set[Tensor]:
-        """The parameters and buffers that a device uses."""
+        """Return the parameters and buffers that a device uses."""
         nodes: list[fx.Node] = []
         if device == 0:
             nodes += self.before
@@ -151,7 +151,7 @@ def plan_columns(graph: LayerGraph, devices: int) -> ColumnPlan:
     early, late = nodes[:first], nodes[last + 1 :]
     for node in nodes[first : last + 1]:
         middle.add(node)
-    for node in list(late):  # what is read of the last stack
+    for node in list(late):  # reads of the last stack's output or state
         if middle.reads(node):
             middle.add(node)
             late.remove(node)
@@ -263,7 +263,7 @@ class _Middle:
 
 
 def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
-    """One layer of a stack, with the stack's own parameters."""
+    """Return one layer of a stack, with the stack's own parameters."""
     width = getattr(stack, "proj_size", 0) or stack.hidden_size
     options: dict[str, Any] = {"bias": stack.bias, "batch_first": stack.batch_first}
     if isinstance(stack, nn.LSTM):
@@ -281,13 +281,15 @@ def single_layer(stack: nn.RNNBase, number: int) -> nn.RNNBase:
 
 @contextmanager
 def fast_recurrence() -> Iterator[None]:
-    """Within, recurrent layers on ARM use torch's own kernels, which take less than half of the
-    time of oneDNN's there (benchmarks/columns)."""
+    """Within, recurrent layers on ARM use torch's own kernels instead of oneDNN's.
+
+    They take less than half of the time there (benchmarks/columns).
+    """
     if platform.machine() not in _ARM:
         yield
         return
     set_flags: Any = torch.backends.mkldnn.set_flags
-    others = (None, None, None)  # as they are
+    others = (None, None, None)  # unchanged
     before, *_ = set_flags(False, *others)
     try:
         yield

@@ -1,13 +1,12 @@
-"""Custom loops over processes that share one model: the loop runs in the first process, which sends
-the other processes commands.
+"""Custom loops over processes that share one model: the first process runs it and leads the others.
 
     model(x)          forward through all processes; returns the output of the whole batch
     loss.backward()   backward through all processes, from the gradient of that output
     optimizer.step()  every process updates its own part
 
-The loss is computed from whole outputs, so it is that of one device. The loop sees whole
-parameters, gradients and optimizer state, and may clip or change them. A forward without gradients
-runs in the first process alone.
+The first process sends commands to the other processes. The loss is computed from whole outputs, so
+it is that of one device. The loop sees whole parameters, gradients and optimizer state, and may
+clip or change them. A forward without gradients runs in the first process alone.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class _Head(torch.autograd.Function):
 
 
 class _Forward:
-    """Stands in for a model's forward; a copy of the model gets the plain forward."""
+    """Replaces a model's forward; a pickle or copy of the model has the plain forward."""
 
     def __init__(self, loop: LedLoop, model: nn.Module) -> None:
         self._loop, self._model = loop, model
@@ -73,7 +72,7 @@ class _Forward:
         return self._loop.forward(self._named(*args, **kwargs))
 
     def _named(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The arguments by name, without those that are None as by default."""
+        """Return the arguments by name, without those that are None by default."""
         given = self.__signature__.bind(*args, **kwargs).arguments
         defaults = self.__signature__.parameters
         return {
@@ -87,7 +86,7 @@ class _Forward:
 
 
 class LedLoop(LoopProcess):
-    """A `LoopProcess` that can also lead: the part of the first process. Made collectively."""
+    """A `LoopProcess` that can also lead, as the first process does. Made collectively."""
 
     def __init__(
         self, replica: Replica, model: nn.Module, optimizer: Optimizer, shared: Iterable[Tensor]
@@ -104,8 +103,11 @@ class LedLoop(LoopProcess):
 
     @abstractmethod
     def _lead_pass(self, at: int, cast: list[Any], dropped: list[int], x: Any) -> tuple[Any, Any]:
-        """As the first process: forward through split `at`; returns the output, and which of its
-        tensors require a gradient. If it raises, `_failed` says whether other processes wait."""
+        """On the first process: run a forward through split `at`.
+
+        Returns the output, and which of its tensors require a gradient. If it raises, `_failed`
+        says whether other processes wait.
+        """
 
     def lead(self) -> None:
         """Route the model's forward and the optimizer's steps to all processes from now on."""
@@ -120,7 +122,7 @@ class LedLoop(LoopProcess):
         self._undo = [*(handle.remove for handle in handles), partial(vars(model).pop, "forward")]
 
     def end(self, *, failed: bool) -> None:
-        """The loop is over: make the model an ordinary one again."""
+        """End the loop: make the model an ordinary one again."""
         if not failed:
             self._commands.tell(END)
         for undo in self._undo:
@@ -128,11 +130,11 @@ class LedLoop(LoopProcess):
         self._shared.close()
 
     def take_back(self) -> None:
-        """Share tensors again that the loop has given other memory (`p.data = ...`)."""
+        """Copy tensors back that the loop has moved to other memory (`p.data = ...`)."""
         self._shared.take_back()
 
     def forward(self, x: dict[str, Any]) -> Any:
-        """The output of the whole batch."""
+        """Return the output of the whole batch."""
         told: list[Any] = [None]
         # parameters are arguments, so that a backward for some of them reaches _Head and is refused
         given = (self._anchor, self, x, told, *self._params)
@@ -140,7 +142,7 @@ class LedLoop(LoopProcess):
         return with_tensors(told[0], lambda _: next(found))
 
     def lead_forward(self, x: dict[str, Any]) -> tuple[int, Any, list[bool]]:
-        """The number of the pass, the outputs, and which of their tensors require a gradient."""
+        """Run a pass; returns its number, the outputs, and which tensors require a gradient."""
         self._refuse_failed()
         if any(tensor.requires_grad for tensor in tensors_in(x)):
             raise NotDistributable(
@@ -186,7 +188,7 @@ class LedLoop(LoopProcess):
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Command the backward; the gradients of the output go to all processes."""
+        """Command the backward, with the gradients of the output for all processes."""
         self._commands.tell("backward", number, there, list(grads))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -231,7 +233,7 @@ class LedLoop(LoopProcess):
             self._watch.mark_state()
 
     def _split_for(self, x: dict[str, Any]) -> int:
-        """The index of the split for the model's present mode, which is made if it is new."""
+        """Return the index of the split for the model's present mode; make it if it is new."""
         mode = Mode(
             list(x),
             [part.training for part in self._model.modules()],

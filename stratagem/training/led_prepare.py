@@ -22,7 +22,7 @@ from stratagem.training.stage_plan import check_optimizer
 
 
 class LoopRunsElsewhere(BaseException):
-    """Ends the user's function on a process that has served the first one."""
+    """Ends the user's function on a process that has served the first process."""
 
 
 #: on the first process: the running loop, if any
@@ -32,7 +32,7 @@ _led: list[LedLoop] = []
 def prepare_led(
     replica: Replica, settings: Settings, model: nn.Module, optimizer: Optimizer, loader: Any
 ) -> Prepared:
-    """Let the loop run here if this is the first process, else serve it. Collective."""
+    """Return to the loop on the first process; serve it on all other processes. Collective."""
     _check(settings, optimizer)
     if _led:
         raise NotDistributable(
@@ -84,7 +84,7 @@ def _made(replica: Replica, settings: Settings, model: nn.Module, optimizer: Opt
 
 
 def led() -> Replica | None:
-    """In a loop that runs once for all processes: the single replica that they form."""
+    """Return the single replica that all processes form in a led loop; None outside of one."""
     return current_call() if _led else None
 
 

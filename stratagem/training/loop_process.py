@@ -1,7 +1,7 @@
-"""One of several processes that share one model, for a custom loop that runs in the first of them.
+"""One of several processes that share one model, for a custom loop that runs in the first process.
 
-Parameters, gradients and the optimizer's state lie in shared memory. The first process sends
-commands (led_loop.py), and the other processes carry them out:
+Parameters, gradients and the optimizer's state are in shared memory. The first process sends
+commands (led_loop.py), which the other processes carry out:
 
     StagePasses      each has some layers (stage_passes.py)
     DividedPasses    each has a part of every layer (divided_model.py)
@@ -86,7 +86,7 @@ class LoopProcess(ABC):
     def _play_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> list[int]:
-        """Add to the gradients; returns the indices of the parameters that then have one."""
+        """Run a backward; returns the indices of the parameters that have a gradient after it."""
 
     @abstractmethod
     def _own(self) -> None:
@@ -126,7 +126,7 @@ class LoopProcess(ABC):
         self._optimizer.step()
         self._finish_step()
 
-    # --- all of them ------------------------------------------------------------------------
+    # --- all processes ----------------------------------------------------------------------
 
     def _become(self, mode: Mode) -> None:
         for part, training in zip(self._model.modules(), mode.training, strict=True):
@@ -139,11 +139,11 @@ class LoopProcess(ABC):
         return torch.autocast("cpu", getattr(torch, name), enabled=enabled)
 
     def _lent(self, index: int) -> Tensor:
-        """A new tensor over the shared gradient: `p.grad.data = ...` does not move the original."""
+        """Return a new view of the shared gradient, which `p.grad.data = ...` does not move."""
         return self._homes[index].detach()
 
     def _handed_in(self) -> list[bool]:
-        """Which parameters have a gradient; those that the loop has replaced are copied back."""
+        """Return which parameters have a gradient; copy back those that the loop has replaced."""
         for index, (param, home) in enumerate(zip(self._params, self._homes, strict=True)):
             if param.grad is None:
                 continue
@@ -165,7 +165,7 @@ class LoopProcess(ABC):
 
 
 class LoopWatch:
-    """Finds changes of a model and its optimizer since `prepare`, and refuses them."""
+    """Refuses changes of a model and its optimizer since `prepare`."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
@@ -197,7 +197,7 @@ class LoopWatch:
         self._attributes = self._look()
 
     def _check_hooks(self) -> None:
-        """Refuse hooks on modules and parameters: other processes would run them, by microbatch."""
+        """Refuse hooks on modules and parameters: other processes would run them by microbatch."""
         for name, part in self._model.named_modules():
             if any(_hooks(part, MODULE_HOOKS)):
                 raise _hooked(f"the module {name!r}", "put what it does into forward")
@@ -222,7 +222,7 @@ class LoopWatch:
         shared = {id(each) for each in (*self._model.parameters(), *self._model.buffers())}
 
         def other(value: Any) -> Any:
-            """Identity of a value; writes count only for tensors that are not shared."""
+            """Return the identity of a value; writes count only for tensors that are not shared."""
             written = isinstance(value, Tensor) and id(value) not in shared
             return id(value), version_of(value) if written else 0
 
@@ -234,8 +234,10 @@ class LoopWatch:
         }
 
     def _state_now(self) -> tuple[int, Any, list[int]]:
-        """Identity of the state. Shared tensors may be written into; scalars (Adam's step) are not
-        shared, so writes into them count."""
+        """Return the identity of the optimizer's state.
+
+        Shared tensors may be written into; scalars (Adam's step) are not shared, so writes count.
+        """
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         written = [
             version_of(value)
@@ -247,7 +249,7 @@ class LoopWatch:
 
 
 def refuse_other_backwards(anchor: Tensor) -> None:
-    """In a backward: refuse one that does not add to the gradients of all parameters."""
+    """In a backward: refuse it unless it adds to the gradients of all parameters."""
     try:
         whole = will_run(accumulator(anchor))
     except RuntimeError:  # torch raises it in autograd.grad

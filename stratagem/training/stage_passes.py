@@ -2,7 +2,7 @@
 
 For custom loops, whose loss is computed from the outputs of whole batches: between the two
 directions the stages keep the graphs of all microbatches. Parameters, gradients and the optimizer's
-state lie in shared memory; the first process sends commands to the other ones.
+state are in shared memory; the first process sends commands to the other processes.
 
 Rows of pipelines (mesh_grid.py) each take some rows of a batch. They all-reduce gradients after a
 backward, and the first pipeline updates the one set of parameters.
@@ -54,7 +54,7 @@ class StageSplit:
     #: channels between the first process and the last device of each pipeline
     outputs: Sequence[TreeChannel]
     gradients: Sequence[TreeChannel]
-    #: on the first process: whether forward draws random numbers, whether rows are known to be
+    #: on the first process: whether forward draws random numbers, whether rows are proved to be
     #: independent, and the layers
     draws: bool
     proved: bool
@@ -116,7 +116,7 @@ class StagePasses(LedLoop):
         super().__init__(replica, model, optimizer, [*model.parameters(), *model.buffers()])
 
     def _split(self, told: dict[str, Any], x: dict[str, Any] | None = None) -> None:
-        """Trace, measure and cut; the first process has a batch at hand."""
+        """Trace the model, measure it and cut it; the first process has a batch `x`."""
         mode, place, several = Mode(**told), self._grid.place, self._grid.has_rows
         count = place.count
         self._become(mode)
@@ -126,7 +126,7 @@ class StagePasses(LedLoop):
             setup.refuse_frequencies(self._model)
         agreed = self._agreed(graph, x)
         if agreed is None:
-            return  # the first process raises the error of this batch
+            return  # the first process raises the error
         microbatches, firsts = agreed
         opened = open_stages(graph, firsts, place, self._params, self._cast)
         lasts = self._grid.ranks(opened.last)
@@ -162,7 +162,7 @@ class StagePasses(LedLoop):
             mine = None if x is None else self._planned(graph, list(x.values()))
         except Exception:
             broadcast_tree(self._collective, None)
-            self._failed = False  # nobody waits for anything
+            self._failed = False  # no process waits
             raise
         found: list[Any] | None = broadcast_tree(self._collective, mine)
         return found
@@ -190,12 +190,12 @@ class StagePasses(LedLoop):
     def _prove_later(self, split: StageSplit, given: list[Any]) -> None:
         """Check that rows are independent if the first batch had only one."""
         if not split.proved and self._rows > 1:
-            self._failed = False  # nobody waits for anything yet
+            self._failed = False  # no process waits yet
             prove_rows(split.graph, self._rows, lambda start, end: rows(given, start, end))
             self._failed, split.proved = True, True
 
     def _own(self) -> None:
-        """Have every process the state of what it steps."""
+        """Give every process the optimizer state of the parameters that it steps."""
         setup.align_state(self._optimizer, self._replica)
         owned: set[Tensor] = {self._params[i] for i in self._stepped}
         self._state = OwnedState(self._optimizer, owned, leads=self._replica.leads)
@@ -205,7 +205,7 @@ class StagePasses(LedLoop):
         split, rng = self._splits[at], torch.get_rng_state()
         pieces = [piece for each in self._cut(split, self._rows) for piece in each]
         seeds = torch.randint(2**62, (len(pieces),)).tolist()
-        if split.draws:  # else the loop's own draws are those of one device
+        if split.draws:  # else the loop's rng is as on one device
             rng = torch.get_rng_state()
         given = [x[name] for name in split.mode.names]
         self._prove_later(split, given)
@@ -216,7 +216,7 @@ class StagePasses(LedLoop):
         torch.set_rng_state(rng)
         used = self._of_each(split.outputs, self._passes[number])
         told = [channel.take() for channel, _ in used]
-        self._failed = False  # nobody waits for anything, whatever has happened
+        self._failed = False  # no process waits, even if one has failed
         try:
             self._raise([each["failure"] for each in told if each["failure"] is not None])
             return joined([m for each in told for m in each["pieces"]], pieces), told[0]["trained"]
@@ -240,13 +240,13 @@ class StagePasses(LedLoop):
             )
 
     def _note(self, error: Exception) -> list[str]:
-        """A layer's exception as it is sent to the first process."""
+        """Return a layer's exception as it is sent to the first process."""
         if self._replica.leads:
             self._raised = error
         return [self._replica.name, described(error)]
 
     def _cut(self, split: StageSplit, total: int) -> list[Pieces]:
-        """The microbatches of each pipeline, in rows of the batch."""
+        """Return the microbatches of each pipeline, in rows of the batch."""
         found: list[Pieces] = []
         for row in range(self._grid.count):
             first, end = share(total, self._grid.count, row)
@@ -259,7 +259,7 @@ class StagePasses(LedLoop):
     def _of_each(
         channels: Sequence[TreeChannel], held: WholePass
     ) -> list[tuple[TreeChannel, Pieces]]:
-        """The channels and microbatches of the pipelines that have rows."""
+        """Return the channels and microbatches of the pipelines that have rows."""
         both = zip(channels, held.everywhere, strict=True)
         return [(channel, pieces) for channel, pieces in both if pieces]
 
@@ -293,8 +293,10 @@ class StagePasses(LedLoop):
     def _tell_backward(
         self, number: int, there: list[bool], grads: Sequence[Tensor | None]
     ) -> None:
-        """Send each last stage the gradients of its microbatches, and all processes which
-        parameters require a gradient now."""
+        """Send each last stage the gradients of its microbatches.
+
+        All processes hear which parameters require a gradient now.
+        """
         self._commands.tell("backward", number, there, [p.requires_grad for p in self._params])
         held = self._passes[number]
         cuts = sum(map(len, held.everywhere)) > 1
@@ -321,7 +323,7 @@ class StagePasses(LedLoop):
     def _play(
         self, held: WholePass, kind: str, inputs: Sequence[Any], seeds: Sequence[int]
     ) -> None:
-        """One direction of all microbatches."""
+        """Run one direction of all microbatches."""
         schedule = SCHEDULES["interleaved" if self._pipeline.parts > 1 else "gpipe"]
         place = self._grid.place
         ops = schedule(place.index, place.count, len(held.pieces), self._pipeline.parts)
@@ -357,7 +359,7 @@ class StagePasses(LedLoop):
 
 
 def joined(outputs: Sequence[Any], pieces: Sequence[tuple[int, int]]) -> Any:
-    """The rows of all microbatches, in memory of their own."""
+    """Concatenate the outputs of all microbatches, in new memory."""
     if len(outputs) == 1:
         return with_tensors(outputs[0], Tensor.clone)
     found = []

@@ -1,5 +1,4 @@
-"""Which layers are divided, and how: a layer by columns, elementwise functions, a layer by rows,
-and one sum after them.
+"""Plan how tensor parallelism divides layers: by columns, then by rows, with one sum after them.
 
     x  whole -> [ columns ] -> divided -> [ activation ] -> divided -> [ rows ] -> sum -> whole
 
@@ -43,7 +42,7 @@ _FUNCTIONS = {
 }
 _METHODS = {"relu", "tanh", "sigmoid", "abs", "square", "contiguous"}
 _BINARY = {operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub}
-#: treat every channel by itself
+#: modules that treat every channel by itself
 _POOLS = _named(
     nn, " ".join(f"{kind}Pool{n}d" for kind in ("Max", "Avg", "AdaptiveAvg") for n in (1, 2, 3))
 )
@@ -54,7 +53,7 @@ WAYS = ("columns", "rows", "replicate")
 class Use:
     """How one node is computed: a call of a layer, or a function between layers."""
 
-    #: "columns", "rows", "norm", "dropout", "part" (the same on a part), or "whole"
+    #: "columns", "rows", "norm", "dropout", "part" (the same function on a part), or "whole"
     how: str = "whole"
     #: where the parts of the layer end
     bounds: tuple[int, ...] = ()
@@ -126,7 +125,7 @@ def make_plan(
     shapes: Mapping[fx.Node, torch.Size],
     kept_whole: Collection[Tensor] = (),
 ) -> TensorPlan:
-    """How the layers of a graph are divided; `shapes` are the shapes of its values."""
+    """Plan how the layers of a graph are divided; `shapes` are the shapes of its values."""
     check_plan(graph, asked, count)
     undivided: set[str] = set()
     while True:
@@ -246,7 +245,7 @@ class _Planner:
         return Use(how, bounds, given=split)
 
     def _tied(self, layer: Any, ways: dict[str, int]) -> str | None:
-        """How a weight is divided if another layer has divided it already."""
+        """Return how a weight is divided, if another layer has divided it already."""
         known = self._plan.divided.get(layer.weight)
         for how, width in ways.items() if known is not None else ():
             if divisions(layer, how, _bounds(width, self._count))["weight"] == known:
@@ -254,7 +253,7 @@ class _Planner:
         return None
 
     def _attention(self, node: fx.Node, name: str, layer: nn.MultiheadAttention) -> Use:
-        """By heads, if the attention weights are not used and the input has batches."""
+        """Divide attention by heads, if its weights are not used and the input has batches."""
         ways = _ways(layer, self._count)
         batched = bool(node.args) and self._rank(node.args[0]) == 3
         first = all(user.target is operator.getitem and user.args[1] == 0 for user in node.users)
@@ -320,7 +319,7 @@ class _Planner:
         return len(self._shapes.get(node, ())) if isinstance(node, fx.Node) else 0
 
     def _given(self, node: fx.Node) -> Split | None:
-        """How the first argument is divided."""
+        """Return how the first argument is divided."""
         first: Any = node.args[0] if node.args else None
         use = self._plan.uses.get(first) if isinstance(first, fx.Node) else None
         return use.made if use is not None else None

@@ -1,4 +1,4 @@
-"""`stratagem run` as a real process, with a script of the test's own and traces of its family."""
+"""`stratagem run` as a real process, with a script of the test, and its descendants."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Launcher:
         return child.returncode, out, err
 
     def end(self) -> None:
-        """Kill what the test has left running."""
+        """Kill the processes that the test has left."""
         for child in self.started:
             if child.poll() is None:
                 child.kill()
@@ -89,6 +89,6 @@ def alive(pid: int) -> bool:
 
 
 def said(text: str, name: str) -> list[str]:
-    """What this task said."""
+    """The output of a task."""
     label = f"[{name}] "
     return [line.removeprefix(label) for line in text.splitlines() if line.startswith(label)]

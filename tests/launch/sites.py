@@ -42,7 +42,7 @@ note(f"pid-{me}", os.getpid())
 
 
 class Site:
-    """A folder with a project, and commands that are run there as its user would."""
+    """A folder with a project, and the commands that its user runs there."""
 
     folder: Path
 
@@ -51,7 +51,7 @@ class Site:
         return self.run_there([sys.executable, "-m", "stratagem", *words])
 
     def shell(self, line: str) -> subprocess.Popen[str]:
-        """Run a line of a page."""
+        """Run a line of a documentation page."""
         bin_ = self.folder / "bin"
         bin_.mkdir(exist_ok=True)
         python = Path(sys.executable).parent
@@ -62,7 +62,7 @@ class Site:
         raise NotImplementedError
 
     def here(self, command: list[str], **environ: str) -> subprocess.Popen[str]:
-        """Run something on this machine, in the project."""
+        """Run a command on this machine, in the project."""
         return subprocess.Popen(
             command,
             cwd=self.folder / "project",
@@ -168,7 +168,7 @@ class SshSite(_OnHosts):
 
 
 class KubernetesSite(Site):
-    """A server that speaks the API and runs pods on hosts; real kubectl on this machine."""
+    """A fake API server that runs pods on hosts, and real kubectl on this machine."""
 
     name = "kubernetes"
 
@@ -228,7 +228,7 @@ class KubernetesSite(Site):
 
 
 def _below(pid: int) -> list[int]:
-    """All processes under one."""
+    """Return all descendants of a process."""
     try:
         threads = Path(f"/proc/{pid}/task").iterdir()
         children = [int(c) for t in threads for c in (t / "children").read_text().split()]
@@ -238,7 +238,7 @@ def _below(pid: int) -> list[int]:
 
 
 class RaySite(Site):
-    """Two nodes of a real Ray, which lies in the folder STRATAGEM_TEST_RAY."""
+    """Two nodes of a real Ray, which is installed in the folder STRATAGEM_TEST_RAY."""
 
     name = "ray"
 
@@ -295,7 +295,7 @@ class RaySite(Site):
             return False
 
     def _count(self) -> int:
-        """How many nodes there are."""
+        """Return the number of nodes."""
         assert self._nodes[-1].poll() is None, (self.folder / "ray.log").read_text()
         with urlopen(f"http://127.0.0.1:{self._port}/nodes?view=summary", timeout=20) as answer:
             nodes = json.load(answer)["data"]["summary"]
@@ -308,11 +308,11 @@ class RaySite(Site):
         return self.here(command, **self._environ)
 
     def python(self, code: str, *words: str) -> subprocess.Popen[str]:
-        """A script without a file, as a notebook is."""
+        """Run code without a file, like a notebook."""
         return self.run_there([sys.executable, "-c", code, *words])
 
     def lose(self, task: str) -> None:
-        """Kill the actor above a task, which is of this machine's processes."""
+        """Kill the actor of a task, which is a process of this machine."""
         place = int((self.folder / f"pid-{task}").read_text())
         while b"TaskPlace" not in Path(f"/proc/{place}/cmdline").read_bytes():
             place = int(Path(f"/proc/{place}/stat").read_text().rpartition(")")[2].split()[1])
@@ -320,7 +320,7 @@ class RaySite(Site):
         os.kill(place, signal.SIGKILL)
 
     def lose_node(self) -> None:
-        """Kill the second node at once, as a machine whose plug is pulled; nothing says goodbye."""
+        """Kill all processes of the second node at once, as if its power failed."""
         node = self._nodes.pop()
         for pid in [*_below(node.pid), node.pid]:
             with suppress(ProcessLookupError):
@@ -328,7 +328,7 @@ class RaySite(Site):
         node.wait(60)
 
     def mend(self) -> None:
-        """Have two nodes again."""
+        """Start the second node again."""
         if len(self._nodes) == 1:
             self._second_node()
 
@@ -340,7 +340,7 @@ class RaySite(Site):
 
 
 class VertexSite(Site):
-    """A loopback server, which speaks as Vertex AI and Cloud Logging do, and Google's clients."""
+    """A loopback server that imitates Vertex AI and Cloud Logging, and Google's real clients."""
 
     name = "vertex"
 
@@ -373,7 +373,7 @@ class VertexSite(Site):
 
 
 def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
-    """Skip, and say why, where programs are not here and cannot be installed."""
+    """Install missing programs, or skip the test if that is impossible."""
 
     def missing() -> list[str]:
         path = os.environ.get("PATH", "") + ":/usr/sbin"
@@ -388,13 +388,13 @@ def needs(tools: tuple[str, ...], packages: tuple[str, ...]) -> None:
 
 
 def finished(child: subprocess.Popen[str], within: float = 90) -> tuple[int, str]:
-    """Its exit code, and all that it said."""
+    """Wait for the command's end; return its exit code and all output."""
     said = child.communicate(timeout=within)[0]
     return child.returncode, said
 
 
 def running(pattern: str) -> list[str]:
-    """The command lines of all processes of this machine and its hosts that hold a text."""
+    """The command lines, on this machine and its hosts, that contain a text."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -407,7 +407,7 @@ def running(pattern: str) -> list[str]:
 
 
 def site(name: str, folder: Path) -> Any:
-    """A site of that kind."""
+    """Make a site of that kind."""
     if name == "slurm":
         needs(("slurmctld", "slurmd", "sbatch", "munged"), ("slurm-wlm", "munge"))
         return SlurmSite(folder)

@@ -1,4 +1,4 @@
-"""`stratagem check` finds who can be reached, and says of the others what to do."""
+"""`stratagem check` finds the tasks that can be reached, and says what to do about the others."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_something_else_answers(banner: bytes, state: str) -> None:
 
 
 def test_a_peer_that_never_accepts_is_timed_out_or_silent() -> None:
-    """A listener nobody serves: the kernel takes the connection, and then there is silence."""
+    """A listener that never accepts: the kernel completes the connection, then nothing comes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         spec = ClusterSpec({"worker": [f"127.0.0.1:{server.getsockname()[1]}"]})
         began = time.monotonic()
@@ -251,7 +251,7 @@ def test_a_training_that_meets_a_check_waits_for_its_chief(start: Start) -> None
 
 
 def test_another_task_at_the_address_is_told() -> None:
-    """Two names for one machine: whoever answers is not the task that was called."""
+    """Two names for one machine: another task answers than the one that was called."""
     spec = spec_of(2)
     shifted = ClusterSpec({"worker": spec.jobs["worker"][::-1]})
     answering = threading.Thread(target=try_alone, args=(spec, Task("worker", 0), 4.0))
@@ -273,7 +273,7 @@ def test_one_way_only_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     held_back = threading.Event()
 
     def deaf(self: object, name: str) -> None:
-        """worker 1 calls on nobody, as if a firewall held it back."""
+        """Worker 1 connects to no task, as if behind a firewall."""
         held_back.set()
 
     from stratagem.launch.check import CheckRound
@@ -342,7 +342,7 @@ def test_ctrl_c_ends_a_check_at_once(start: Start) -> None:
 def test_nothing_is_cut_off(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long host name is wrapped, not shortened to what nobody can compare."""
+    """A long host name is wrapped, not truncated."""
     monkeypatch.setenv("COLUMNS", columns)
     address = "a-rather-long-host-name-17.training.internal.example.com:20222"
     speed = Speed(latency=1.25e-4, up=3.2e9, down=4.8e9)

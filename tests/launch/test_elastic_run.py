@@ -1,5 +1,4 @@
-"""`stratagem run` and a job whose tasks are killed: the others go on, or all go on from where
-they were, and the result is that of one device."""
+"""`stratagem run` with tasks that are killed: the job goes on, with the result of one device."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 def run(
     launcher: Launcher, strategy: str, kills: dict[str, int], *options: str, pause: str = "0.02"
 ) -> str:
-    """Run the job to its end; what it has said."""
+    """Run the job to its end; return its output."""
     waits = "--task-restarts" in options
     words = {"strategy": strategy, "kills": kills, "pause": pause, "waits": waits, "epochs": EPOCHS}
     words["together"] = "strategy.num_replicas_in_sync == 2" if waits else "True"
@@ -89,7 +88,7 @@ def run(
 
 
 def check(launcher: Launcher, atol: float) -> dict[str, Any]:
-    """The result is that of one device that nothing happens to."""
+    """Check that the result is that of one device without faults."""
     found: dict[str, Any] = json.loads((launcher.where / "result").read_text())
     torch.set_default_dtype(torch.float64)
     try:
@@ -112,7 +111,7 @@ def check(launcher: Launcher, atol: float) -> dict[str, Any]:
 
 
 def test_a_worker_is_started_again_and_joins_then_the_chief(launcher: Launcher) -> None:
-    """Nobody else is started again, and the chief's place is another's from then on."""
+    """No other task is restarted, and another worker is the chief from then on."""
     strategy = "sg.MultiWorkerMirroredStrategy(elastic=True)"
     kills = {"worker 1": 12, "worker 0": 30}
     pause = "0.01 if strategy.num_replicas_in_sync == 2 else 1.5"  # it has time to come
@@ -131,7 +130,7 @@ def test_a_worker_is_started_again_and_joins_then_the_chief(launcher: Launcher) 
 def test_the_chief_is_killed_and_the_others_go_on(
     launcher: Launcher, communication: str | None
 ) -> None:
-    """As one device: weights, losses and metrics; its callbacks go on where they were."""
+    """Weights, losses and metrics are those of one device; the callbacks of the chief go on."""
     strategy = f"sg.MultiWorkerMirroredStrategy({communication!r}, elastic=True)"
     said = run(launcher, strategy, {"worker 0": 20}, "--workers", "3")
     assert "worker 0 was killed by SIGKILL" in said and "the others go on" in said, said
@@ -188,7 +187,7 @@ if strategy.is_chief:
 def test_the_chief_is_killed_where_a_training_begins_or_ends(
     launcher: Launcher, where: str, fits: int
 ) -> None:
-    """Every callback is called once, and the next training has the order that it would have."""
+    """Every callback is called once, and the next training has the same order of the data."""
     source = ENDS % {"where": where, "fits": fits}
     job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     said = job.communicate(timeout=150 * SLOWER)[1]
@@ -216,7 +215,7 @@ def test_the_chief_is_killed_where_a_training_begins_or_ends(
 
 @pytest.mark.slow
 def test_the_chief_is_killed_after_its_last_call(launcher: Launcher) -> None:
-    """Nobody else would save what came of it: the job fails, and says who was killed."""
+    """No other task would save the result: the job fails, and names the killed task."""
     source = ENDS % {"where": "after", "fits": 1}
     job = launcher(source, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     said = job.communicate(timeout=150 * SLOWER)[1]
@@ -260,8 +259,10 @@ if strategy.is_chief:
 
 @pytest.mark.slow
 def test_the_chiefs_of_a_custom_loop_are_killed(launcher: Launcher) -> None:
-    """Another process goes on from what it has kept itself, in the same order of the data; and
-    the next one in the same epoch."""
+    """Another process goes on from its own state, in the same order of the data.
+
+    A second chief is killed in the same epoch.
+    """
     job = launcher(LOOP, "--workers", "3", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     said = job.communicate(timeout=100 * SLOWER)[1]
     assert job.returncode == 0 and said.count("is the chief now") == 2, said
@@ -289,7 +290,7 @@ def test_the_chiefs_of_a_custom_loop_are_killed(launcher: Launcher) -> None:
 
 @pytest.mark.slow
 def test_servers_without_a_backup_are_started_again(launcher: Launcher) -> None:
-    """The first among them; workers go back to the last checkpoint, and are the same processes."""
+    """Workers go back to the last checkpoint, without being restarted; ps 0 is killed, too."""
     strategy = "sg.ParameterServerStrategy(updates=sg.Synchronous())"
     sizes = ("--workers", "2", "--ps", "2", "--task-restarts", "2")
     said = run(launcher, strategy, {"ps 1": 12, "ps 0": 40}, *sizes)
@@ -343,7 +344,7 @@ if strategy.is_chief:
 
 @pytest.mark.slow
 def test_the_chief_of_a_keras_model_is_killed(launcher: Launcher) -> None:
-    """It alone has Keras' loop: the job ends, is started again, and goes on with the next batch."""
+    """Only the chief has Keras' loop: the job restarts, and goes on with the next batch."""
     import keras
 
     from tests.frontends.keras import test_elastic

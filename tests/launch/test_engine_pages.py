@@ -1,8 +1,8 @@
-"""The pages about engines, followed word for word: each command of theirs, and what it says.
+"""The documentation pages about engines: every command is run, and its output compared.
 
-What is run is a page's blocks marked `sh`; the block marked `text` behind one is what it printed.
-Numbers, names of jobs and the project's folder may differ; `...` stands for lines left out. What
-needs machines that the tests do not have (installing, building an image) is marked `bash`.
+Blocks marked `sh` are run; a block marked `text` after one is its output. Numbers, names of jobs
+and the project's folder may differ; `...` stands for omitted lines. Commands that need machines
+that the tests do not have (installing, building an image) are marked `bash`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def train_script() -> str:
 
 
 def steps(page: str) -> list[tuple[list[str], str]]:
-    """Commands of a block, and what the page shows of them."""
+    """Return the commands of a block, and the output that the page shows."""
     found: list[tuple[list[str], str]] = []
     before = ""
     for kind, text in blocks(page):
@@ -50,7 +50,7 @@ def steps(page: str) -> list[tuple[list[str], str]]:
 
 
 def follow(where: Site, page: str) -> list[tuple[list[str], str, str]]:
-    """Run a page; its commands, what it shows of them, and what they said."""
+    """Run a page; return its commands, the output that it shows, and the real output."""
     (where.folder / "project").mkdir(exist_ok=True)
     (where.folder / "project" / "train.py").write_text(train_script())
     told, handle = list[tuple[list[str], str, str]](), ""
@@ -67,7 +67,7 @@ def follow(where: Site, page: str) -> list[tuple[list[str], str, str]]:
 
 
 def plain(text: str, folder: Path) -> Counter[str]:
-    """The lines, without what differs from run to run."""
+    """Return the lines without the parts that differ from run to run."""
     for ours, theirs in (
         (folder / "project", "/home/me/digits"),
         (folder / "jobs", "/home/me/.stratagem/jobs"),
@@ -108,7 +108,7 @@ def test_pages_word_for_word(
 
 
 def prepare(where: Any) -> None:
-    """What the page's own cloud would have."""
+    """Set up what the page's cloud would have."""
     project = where.folder / "project"
     project.mkdir(exist_ok=True)
     if where.name == "vertex":
@@ -122,7 +122,7 @@ def prepare(where: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_about_tpus(tmp_path: Path) -> None:
-    """With the stand-in, whose TPUs are the CPU."""
+    """With a fake torch_tpu, whose devices are the CPU."""
     ours = "sg.TPUStrategy(sg.TPUClusterResolver())"
     assert f"`strategy = {ours}`" in (ROOT / "docs" / "tpu.md").read_text()
     script = train_script().replace("sg.MultiWorkerMirroredStrategy()", ours)

@@ -1,4 +1,4 @@
-"""A recorded run: the slow task is named with the reason, the dead one is seen, the page stands."""
+"""A recorded run: a slow task is named with the reason, a dead task is shown, the page works."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ for step, (x, y) in enumerate(loader):
 
 
 class Strict(HTMLParser):
-    """What a page is made of, and what it would fetch."""
+    """Collects the elements of a page, and what it would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def figures(time: float, step: int, **more: object) -> dict[str, object]:
 
 
 def test_a_task_that_comes_back(tmp_path: Path) -> None:
-    """It is dead until it is started again; half a line is not read yet."""
+    """It is dead until it restarts; an unfinished line is not read."""
     start = {"time": 1.0, "event": "start", "task": "worker 1", "host": "far", "pid": 1}
     lines(tmp_path, "worker-1", start, figures(2.0, 10))
     lines(tmp_path, "launcher", {"time": 3.0, "event": "end", "about": "worker 1", "error": "bad"})
@@ -194,7 +194,7 @@ def test_text_of_a_run_is_not_run(tmp_path: Path) -> None:
 
 
 def coloured(picture: Any, colour: str) -> int:
-    """How many points have this colour, as it is or nearly."""
+    """Return the number of pixels with about this colour."""
     wanted = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     return int((abs(picture[..., :3] - wanted).max(-1) < 0.03).sum())
 
@@ -203,7 +203,7 @@ def coloured(picture: Any, colour: str) -> int:
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may take the network away")
 def test_the_page_in_a_browser_without_a_network(tmp_path: Path) -> None:
-    """Curves, what tasks did when, and faults are seen; nothing is fetched or complains."""
+    """Curves, timelines and faults are visible; nothing is fetched, and there is no error."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
     assert BROWSER is not None
     for rank in range(2):
@@ -236,7 +236,7 @@ def test_the_page_in_a_browser_without_a_network(tmp_path: Path) -> None:
 
 
 def test_the_table_in_a_terminal_and_tensorboard(tmp_path: Path) -> None:
-    """Red where colours are wanted, and the word itself where not."""
+    """The state is red if colours are on, and a word in any case."""
     folder = tmp_path / "run"
     start = {"time": 1.0, "event": "start", "task": "worker 0", "host": "far", "pid": 1}
     end = {"time": 9.0, "event": "end", "error": "killed by SIGKILL", "text": ""}
@@ -281,7 +281,7 @@ for _ in range(60):
 @needs_hosts
 @pytest.mark.timeout(100)
 def test_a_slow_link_is_named(tmp_path: Path) -> None:
-    """Of three hosts one sends at 20 Mbit/s, the others as fast as they can."""
+    """One of three hosts sends at 20 Mbit/s, the others without limit."""
     (tmp_path / "train.py").write_text(LINKED)
     with Hosts(3) as hosts:
         shape = ["tc", "qdisc", "add", "dev", "e0", "root", "tbf", "rate", "20mbit"]

@@ -1,4 +1,4 @@
-"""Which task gets which GPU, and what is an amount of GPU memory."""
+"""Assignment of GPUs to tasks, and amounts of GPU memory."""
 
 from __future__ import annotations
 

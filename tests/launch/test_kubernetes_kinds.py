@@ -1,4 +1,4 @@
-"""Manifests for Kubernetes: what each kind is made of, and whether the official models know it."""
+"""Manifests for Kubernetes: the fields of each kind, checked with the official models."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ for job in json.load(sys.stdin):
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_official_models_know_every_field() -> None:
-    """pip install --target DIR kubeflow-trainer-api"""
+    """Needs kubeflow-trainer-api: pip install --target DIR kubeflow-trainer-api"""
     packages = os.environ.get("STRATAGEM_TEST_KUBEFLOW", "")
     if not packages:
         pytest.skip("pip install --target DIR kubeflow-trainer-api; STRATAGEM_TEST_KUBEFLOW=DIR")

@@ -1,4 +1,4 @@
-"""Scripts with a loop of their own, planned at their first step: the same step, and no more."""
+"""Scripts with a custom loop are planned at their first step, which is the same step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def seen(loop: Callable[[], Any]) -> DryRun:
-    """What a loop hands over at its first step."""
+    """The dry run that a loop hands over at its first step."""
     found: list[DryRun] = []
     with instead_of_fit(found.append), instead_of_step(), pytest.raises(DryRunHandedOver):
         loop()
@@ -37,7 +37,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 class Masked(nn.Module):
-    """Two outputs, of which one may go unused; a mask that has no row for each example."""
+    """A module with an optional output, and a mask that has no row for each example."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A step of one's own loop that is many calls: all are replayed, as plain torch ran them."""
+"""Custom loops whose step is many calls: all are replayed, as plain torch ran them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Seen:
-    """Which modules were called, with how many rows."""
+    """Records which modules are called, with how many rows."""
 
     def __init__(self, **modules: nn.Module) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -45,7 +45,7 @@ class Seen:
 
 
 def same_again(trial: DryRun, module: nn.Module) -> None:
-    """Replayed, it leaves the gradients that the loop had."""
+    """Check that the replayed step gives the gradients of the loop."""
     own = gradients(module)
     module.zero_grad()
     trial.loss(trial.batch).backward()  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def measured(trial: DryRun, batch: int | None = None) -> Profile:
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_a_frozen_backbone_is_run_forward(watched: bool) -> None:
-    """With a graph or without: its work is a part of the step."""
+    """Its forward is a part of the step, with a graph or without."""
     back, head = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), nn.Linear(6, 2)
     back.requires_grad_(False)
     optimizer, seen = torch.optim.SGD(head.parameters(), 0.1), Seen(back=back, head=head)
@@ -83,7 +83,7 @@ def test_a_frozen_backbone_is_run_forward(watched: bool) -> None:
 
 
 def test_a_loss_that_is_a_frozen_network() -> None:
-    """Gradients come back through it, and none is its own."""
+    """Gradients pass through it, and it has none itself."""
     net, critic = nn.Linear(4, 6), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 1))
     critic.requires_grad_(False)
     optimizer, seen = torch.optim.SGD(net.parameters(), 0.1), Seen(net=net, critic=critic)
@@ -130,7 +130,7 @@ def test_one_module_called_twice_before_backward() -> None:
 
 
 def test_a_gradient_that_is_a_part_of_the_loss_makes_no_micro_batch() -> None:
-    """As in a penalty on gradients: it comes back twice, and counts when it is trained from."""
+    """As in a gradient penalty: of two backwards only the one that trains counts."""
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     optimizer, x = torch.optim.SGD(net.parameters(), 0.1), torch.randn(8, 4, requires_grad=True)
 

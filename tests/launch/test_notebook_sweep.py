@@ -1,4 +1,4 @@
-"""`sg.sweep`: a function in place of a script, with the same trials and the same folder."""
+"""`sg.sweep`: a function instead of a script, with the same trials and the same folder."""
 
 from __future__ import annotations
 

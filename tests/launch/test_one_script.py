@@ -39,7 +39,7 @@ ENGINES = ("slurm", "ssh", "ray", "kubernetes", "vertex")
 
 
 def here(project: Path, *words: str) -> str:
-    """What a command on this machine says."""
+    """Run a command on this machine and return its output."""
     child = subprocess.Popen(
         [sys.executable, *words],
         cwd=project,
@@ -74,8 +74,10 @@ def on_engine(name: str, folder: Path, model: Path) -> None:
 def test_the_same_weights_everywhere(
     tmp_path_factory: pytest.TempPathFactory, subtests: pytest.Subtests
 ) -> None:
-    """Two workers: bit for bit. Python alone is one replica, which adds up each batch in one go
-    where two add two halves: 1e-12 of doubles."""
+    """Two workers agree bit for bit on all engines.
+
+    Python alone is one replica, which sums a batch at once, not in two halves: 1e-12 of doubles.
+    """
     folder = tmp_path_factory.mktemp("here")
     (folder / "train.py").write_text(TRAIN)
     assert "replicas 1 moved True" in here(folder, "train.py", "alone")

@@ -1,4 +1,4 @@
-"""What tasks print: line by line, labelled, never mixed, and never in anybody's way."""
+"""The output of tasks: line by line, labelled, never mixed, and never blocking a task."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ print("the script went on")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests are about what is asked and said; nobody reads the figures."""
+    """Measure little: these tests are about options and output, not about predictions."""
     monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.2)
 
 
@@ -64,7 +64,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_hosts_of_several_devices_are_told(
     script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks for 8 hosts of a machine with 3 cores gets 24 replicas, and hears of it."""
+    """With --hosts 8 on a machine with 3 cores the plan has 24 replicas, and says so."""
     monkeypatch.setattr("stratagem.plan.machine.cores", lambda: 3)
     words, of = ["plan", "--quick", "--hosts", "8"], ["train.py", "--width", "8"]
     assert cli.main([*words, *of]) == 0
@@ -112,7 +112,7 @@ def test_a_plan_from_a_script(script: Path, capsys: pytest.CaptureFixture[str]) 
 def test_the_code_trains_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Pasted above a script, and started the way that it says."""
+    """The code is pasted above a script, which is started as the code says."""
     monkeypatch.chdir(tmp_path)
     pasted = advice.code(choose(profile(batch=3, device="cuda"), Hardware(hosts=2, link=1.25e8)))
     assert "sg.MultiWorkerMirroredStrategy(wire" in pasted
@@ -317,8 +317,7 @@ def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:
 def test_validate_runs_what_fits(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Really: one replica here, a server with two workers, a pipeline and sharded replicas, each
-    training a copy."""
+    """It trains copies on one replica, a server with two workers, a pipeline, sharded replicas."""
     from stratagem.launch import validate
     from stratagem.plan.configuration import PIPELINE, SERVERS, SHARDED, Configuration
 
@@ -340,7 +339,7 @@ def test_validate_runs_what_fits(
 
 
 def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:
-    """One device is predicted to take what it took when it was profiled, a minute before."""
+    """The prediction for one device is its profile of a minute before."""
     from stratagem.launch.validate import ValidationRow, restless
     from stratagem.plan.configuration import MIRRORED, Configuration
 
@@ -357,7 +356,7 @@ def test_validate_tells_a_restless_machine_from_a_wrong_plan() -> None:
 def test_one_bad_moment_does_not_decide(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Configurations take turns, and the median of each one's rounds counts."""
+    """Configurations take turns, and the median of the rounds of each counts."""
     from stratagem.launch import validate
     from stratagem.launch.script import run_to_fit
     from stratagem.plan.configuration import Configuration
@@ -391,7 +390,7 @@ model.fit(x, x[:, :2], batch_size=20, epochs=100000)
 def test_validate_runs_keras_too(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A copy of the model, alone and on two replicas; the script's own is left as it was."""
+    """It trains a copy of the model alone and on two replicas; the script's model is unchanged."""
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
         pytest.skip("Keras runs on another backend here")
@@ -443,14 +442,14 @@ def test_what_fits_is_of_this_machine() -> None:
 
 
 def command(source: str, tmp_path: Path) -> subprocess.Popen[str]:
-    """`stratagem plan` as at a prompt."""
+    """Run `stratagem plan` as a process."""
     (tmp_path / "train.py").write_text(source)
     words = [sys.executable, "-m", "stratagem", "plan", "--json", "plan.json", "train.py"]
     return subprocess.Popen(words, cwd=tmp_path, text=True, stderr=subprocess.PIPE)
 
 
 def test_a_script_that_the_system_kills(tmp_path: Path) -> None:
-    """As it does when there is no memory left."""
+    """The script is killed as by the kernel when memory runs out."""
     with command("import os; os.kill(os.getpid(), 9)", tmp_path) as process:
         error = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 2 and "more memory than there is" in error.splitlines()[-1]

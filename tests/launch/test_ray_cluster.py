@@ -1,4 +1,4 @@
-"""RayCluster and the driver of Ray's jobs with a stand-in for Ray: real tasks, no cluster."""
+"""RayCluster and the driver of Ray's jobs with a fake Ray: real tasks, no cluster."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ print("code", code)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_place_that_is_lost(tmp_path: Path, restarts: int) -> None:
-    """The second time its task finds what the first has left."""
+    """The restarted task finds the files of the first run."""
     said = run(AGAIN, str(tmp_path / "mark"), str(restarts), STAND_IN_LOST="60")
     assert ("again True" in said) == bool(restarts)
     assert f"code {0 if restarts else 255}" in said and said.count(" again ") >= restarts

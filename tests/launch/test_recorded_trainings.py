@@ -1,4 +1,4 @@
-"""What trainings leave in the folder of a run: generations, who joined, and losses."""
+"""The figures of trainings in the folder of a run: generations, joins and losses."""
 
 from __future__ import annotations
 

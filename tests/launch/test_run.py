@@ -1,4 +1,4 @@
-"""`stratagem run` starts real processes, shows what they say, and leaves none behind."""
+"""`stratagem run` starts real processes, shows their output, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_server_that_ends_first_is_not_to_blame(launcher: Launcher, server: st
 
 
 def folders(child: subprocess.Popen[str]) -> list[Path]:
-    """What a launcher has left where temporary files are."""
+    """Return the folders that a launcher has left among temporary files."""
     return list(Path(tempfile.gettempdir()).glob(f"stratagem-{child.pid}-*"))
 
 
@@ -260,7 +260,7 @@ def ended(task: str, because_of: str = "") -> Any:
     ],
 )
 def test_who_began_it(failed: list[str], first: int | None) -> None:
-    """Each with whom it ended because of; one that did not fail, or is no task, began nothing."""
+    """Each task with the task that it blames; only a task that failed can be the first."""
     several = [ended(*each.split(" < ")) for each in failed]
     assert culprit(several) is (None if first is None else several[first])
 
@@ -462,7 +462,7 @@ def test_the_steps_of_an_escalation() -> None:
 
 
 def test_a_job_is_started_again(launcher: Launcher) -> None:
-    """After a failure, and after a task that has saved; not more often than was said."""
+    """After a failure, and after a task that has saved; at most --restarts times."""
     script = """
 path = pathlib.Path(f"starts{index}")
 starts = int(path.read_text()) + 1 if path.exists() else 1

@@ -1,4 +1,4 @@
-"""`stratagem simulate`: what the options mean, and what it says."""
+"""`stratagem simulate`: its options and its output."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_faults_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_faults_come_at_any_time_of_the_run(tmp_path: Path) -> None:
-    """A narrow link makes it ten times as long as its computing."""
+    """A narrow link makes the run ten times as long as its computation."""
     file = tmp_path / "trace.json"
     main(
         [

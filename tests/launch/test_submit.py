@@ -1,4 +1,4 @@
-"""What `stratagem submit` makes of its options, and what it writes down; engines are elsewhere."""
+"""`stratagem submit`: its options and the job's folder; other tests run the engines."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_every_line_is_read_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory,
     writes: list[tuple[Task, list[str], bool]],
 ) -> None:
-    """However it is written, and whenever somebody looks."""
+    """Lines may be written in pieces, and read at any time."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "logs").mkdir()
     job = JobFolder(folder)
@@ -251,7 +251,7 @@ def test_what_a_pod_waits_for(status: dict[str, object], said: str) -> None:
 
 
 def test_lines_that_are_brought_home(tmp_path: Path) -> None:
-    """Each once, whoever brings them; of a progress bar its last state; no line is cut in two."""
+    """Each line is copied once and whole, by any process; of a progress bar its last state."""
     log = tmp_path / "log"
     lines = [b"1 a", b"2 10%\r 50%\r100%\r", b"3 \xff\x0cb"]
     for some in (1, 2, 2, 3):

@@ -1,4 +1,4 @@
-"""What holds for jobs on every engine, on a real Slurm and over real sshd between hosts."""
+"""Jobs on every engine, on a real Slurm and over real sshd between hosts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def script(where: Any, text: str) -> None:
 
 
 def submitted(where: Any, *more: str) -> tuple[str, list[str]]:
-    """The handle of a new job, and the commands that it names."""
+    """Submit a job; return its handle, and the commands that the output names."""
     code, said = finished(where.start("submit", *where.options(), *more))
     assert code == 0, said
     handle = said.partition(" is submitted")[0].splitlines()[-1]
@@ -71,7 +71,7 @@ def nothing_left(where: Any) -> bool:
 
 @needs_hosts
 def test_one_that_fails_ends_all_and_is_named(there: Any) -> None:
-    """Also one that fails before it has come to the others, who wait for it."""
+    """A task may also fail before it has joined the tasks that wait for it."""
     (there.folder / "failed").unlink(missing_ok=True)
     script(
         there,
@@ -148,7 +148,7 @@ def test_ctrl_c_leaves_the_job_and_cancel_ends_it(there: Any) -> None:
 
 
 def _interrupt(child: subprocess.Popen[str]) -> None:
-    """Ctrl-C for the command itself, which its host has started."""
+    """Send Ctrl-C to the command itself, which its host has started."""
     below = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
     os.kill(int(below[0]) if below else child.pid, signal.SIGINT)
 
@@ -218,7 +218,7 @@ def test_what_would_be_sent_is_what_is_sent(there: Any) -> None:
 
 
 def _shape(line: str) -> str:
-    """Without what is new for each job: the name of its folder, its ports."""
+    """Return the text without what is new for each job: the name of its folder, its ports."""
     return re.sub(r"\d{8}-\d{6}-[0-9a-f]{6}|(?<=train-)[0-9a-f]{6}|(?<=:)\d{4,5}(?=\")", "", line)
 
 
@@ -293,7 +293,7 @@ def test_a_place_that_is_lost_is_taken_anew(there: Any) -> None:
 
 
 def test_a_node_that_is_lost(there: Any) -> None:
-    """All of it at once, its raylet and what ran there; the tasks begin again on what is left."""
+    """The raylet and all tasks of a node die at once; the tasks restart on the remaining nodes."""
     if there.name != "ray":
         pytest.skip("Ray's")
     script(there, RESUMED)
@@ -319,7 +319,7 @@ def test_a_node_that_is_lost(there: Any) -> None:
 
 @needs_hosts
 def test_a_job_that_was_cut_off_goes_on_when_it_is_submitted_again(there: Any) -> None:
-    """Where nobody puts it back into a queue: over ssh, on Vertex AI."""
+    """On engines that do not requeue jobs: over ssh, on Vertex AI."""
     if there.name not in ("ssh", "vertex"):
         pytest.skip("there it is begun again without being asked")
     script(there, RESUMED)
@@ -375,7 +375,7 @@ def test_each_worker_has_gpus_of_its_own(there: Any) -> None:
 
 @needs_hosts
 def test_a_script_that_is_not_there(there: Any) -> None:
-    """Before anything is started; what is in an image only the job itself can tell."""
+    """It is refused before anything starts; for an image, only the job itself can tell."""
     script(there, "")
     code, said = finished(there.start("submit", *there.options(), "--follow", "nothing.py"))
     if there.name in ("kubernetes", "vertex"):
@@ -491,7 +491,7 @@ def _words(process: Path) -> list[str]:
 @pytest.mark.parametrize("why", ["Forbidden", "AlreadyExists"])
 @pytest.mark.parametrize("what", ["jobs", "services", "secrets"])
 def test_a_job_that_is_refused_in_part_leaves_nothing(there: Any, what: str, why: str) -> None:
-    """403 and 409."""
+    """The cluster refuses one of the job's resources, with 403 or 409."""
     if there.name != "kubernetes":
         pytest.skip("there it is one thing that is sent")
     script(there, "")
@@ -509,7 +509,7 @@ def test_a_job_that_is_refused_in_part_leaves_nothing(there: Any, what: str, why
 
 @needs_hosts
 def test_answers_that_are_cut_off(there: Any) -> None:
-    """Whoever follows asks again, and every line comes once."""
+    """A follower asks again, and gets every line once."""
     if there.name != "kubernetes":
         pytest.skip("its server can do so")
     script(there, "for i in range(40):\n    print('line', i, flush=True)\n    time.sleep(0.2)\n")

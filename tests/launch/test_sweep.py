@@ -1,4 +1,4 @@
-"""`stratagem sweep`: the same trials however many run at once, none lost or doubled, none left."""
+"""`stratagem sweep`: the same trials for any number at once, none lost, doubled or left over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Write = Callable[..., None]
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes train.py into a folder of its own, where the test then is."""
+    """Write train.py into a new folder, and change to it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -79,7 +79,7 @@ def models(out: str = "out") -> list[str]:
 
 
 def ran() -> Counter[int]:
-    """How often each trial was begun."""
+    """Return how often each trial was begun."""
     return Counter(int(line.split()[0]) for line in Path("runs").read_text().splitlines())
 
 
@@ -228,7 +228,7 @@ def start() -> Iterator[Callable[..., Parent]]:
 
 
 def _told() -> int:
-    """How many trials the journal says to have ended."""
+    """Return the number of ended trials in the journal."""
     path = Path("out/journal")
     lines = path.read_text().splitlines() if path.exists() else []
     return sum('"state":1' in line and '"values":' in line for line in lines)

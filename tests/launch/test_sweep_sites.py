@@ -88,7 +88,7 @@ def ran(there: Any, out: str) -> Counter[str]:
 
 @needs_hosts
 def test_the_trials_of_a_sweep_on_this_machine(there: Any) -> None:
-    """The same values, the same results, and the same model kept, bit for bit."""
+    """The jobs have the values, results and kept model of a sweep on this machine, bit for bit."""
     here = subprocess.Popen(
         [sys.executable, "-m", "stratagem", *words("here", "--slots", "1")],
         cwd=there.folder / "project",
@@ -170,7 +170,7 @@ if __name__ == "__main__":
 
 @needs_hosts
 def test_a_function_of_a_notebook(there: Any) -> None:
-    """`sg.sweep(on=...)`: the function travels in the sweep's folder."""
+    """`sg.sweep(on=...)`: the function is pickled into the sweep's folder."""
     (there.folder / "project" / "notebook.py").write_text(NOTEBOOK)
     code, said = finished(there.run_there([sys.executable, "notebook.py", there.name]), 300)
     assert code == 0 and "alike: 3" in said, said

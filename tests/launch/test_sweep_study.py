@@ -1,4 +1,4 @@
-"""What a sweep tries: ranges read, values drawn by number, slots dealt, curves pruned."""
+"""The study of a sweep: parsed ranges, values by trial number, slots, pruned curves."""
 
 from __future__ import annotations
 
@@ -242,8 +242,10 @@ CURVES = [
 def pruned_of(
     curves: Sequence[Sequence[float]], larger: bool, keep: int
 ) -> tuple[list[int], list[int]]:
-    """Which of these recorded curves pruning would have ended, and which of those were among the
-    `keep` best: what it costs. The curves come one after another."""
+    """Return the recorded curves that pruning would have ended, and those among the `keep` best.
+
+    The curves come one after another.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(direction="maximize" if larger else "minimize", pruner=pruner())
     ended = []

@@ -32,7 +32,7 @@ with open(os.environ["STRATAGEM_TRIAL"] + "/metrics.jsonl", "a") as file:
 
 
 class EngineHere:
-    """Jobs of one task each, as processes of this machine."""
+    """An engine that runs jobs of one task as processes of this machine."""
 
     def __init__(self) -> None:
         self.sent: dict[Path, subprocess.Popen[bytes]] = {}
@@ -83,7 +83,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineHere]:
 
 
 def test_a_function_whose_trials_are_jobs(here: EngineHere) -> None:
-    """The trials of a sweep on this machine, so many jobs at once."""
+    """The jobs have the trials of a sweep on this machine, a few at a time."""
 
     def my_train(lr: float, units: int) -> dict[str, float]:
         return {"score": lr * units}
@@ -170,7 +170,7 @@ def test_fewer_hosts_than_trials_with_gpus_need(
 
 
 def test_a_metric_that_no_job_writes(here: EngineHere, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first job to end tells; the others are cancelled, and the folder is free."""
+    """The first job that ends shows it; the other jobs are cancelled, and the folder is free."""
     words = "--on slurm --slots 2 --out out train.py --lr 1..2"
     assert cli.main(["sweep", *words.split(), "--metric", "losss:min"]) == 2
     err = capsys.readouterr().err

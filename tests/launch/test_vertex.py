@@ -1,4 +1,4 @@
-"""Jobs for Vertex AI: what is refused; and real jobs by Google's client, on a loopback server."""
+"""Jobs for Vertex AI: refusals, and real jobs by Google's client on a loopback server."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ print("10%\\r100%\\nlast", flush=True)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_line_once_by_task(there: VertexSite) -> None:
-    """While two follow, and once more afterwards; entries come in pages, and some late."""
+    """Two processes follow, and one reads afterwards; entries come in pages, some late."""
     script(there, LINES)
     code, said = submit(there, "--workers=2", "train.py")
     assert code == 0, said

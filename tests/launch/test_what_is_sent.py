@@ -1,4 +1,4 @@
-"""What a dry run shows is what engines get, byte for byte: programs in their place write it down.
+"""A dry run shows what engines get, byte for byte: fake programs record it.
 
 Vertex AI's is in test_vertex.py, with Google's own client.
 """
@@ -30,7 +30,7 @@ VALUE = "tok-4711"
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project whose jobs all have the same folder, one after the other."""
+    """A project whose jobs all have the same folder, one after another."""
     for name in ("project", "bin", "sent"):
         (tmp_path / name).mkdir()
     (tmp_path / "project" / "train.py").write_text("")
@@ -57,7 +57,7 @@ def program(project: Path, name: str, text: str) -> None:
 
 
 def both(project: Path, capsys: Any, *words: str) -> str:
-    """What a dry run shows; then the same is sent, and what is kept of it shows no value."""
+    """Do a dry run, then submit the same; check that output and kept files have no values."""
     assert main(["submit", *words[:2], "--dry-run", *words[2:], "train.py", "a b"]) == 0
     shown = str(capsys.readouterr().out)
     assert VALUE not in shown
@@ -76,7 +76,7 @@ def test_slurm(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def far_away(project: Path, gpus: int = 0) -> None:
-    """An ssh to hosts that have two free ports each."""
+    """A fake ssh to hosts that have two free ports each."""
     answer = {"version": __version__, "folder": True, "script": True, "gpus": gpus}
     told = json.dumps({**answer, "ports": [1001, 1002]})
     program(
@@ -121,7 +121,7 @@ def test_hosts_of_a_file_and_their_gpus(project: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 def test_kubernetes(kind: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But for the secret, and whom a Service and a Secret belong to, which the Job's id says."""
+    """Except for the secret, and for the owner of Service and Secret, which has the Job's id."""
     answer = json.dumps({"apiVersion": "v", "kind": "k", "metadata": {"uid": "u-1"}})
     program(
         project,
@@ -165,7 +165,7 @@ def test_ray(
 
 
 def test_a_name_that_begins_with_a_digit(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A Job may have it, but not the Service."""
+    """Such a name is valid for a Job, but not for a Service."""
     program(project, "kubectl", "exit 1")
     assert main(["submit", "--on", "kubernetes", "--image", "i", "--name", "2a", "train.py"]) == 2
     assert "'2a' is no name on Kubernetes" in capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_whoever_follows_goes_on_when_an_engine_does_not_answer(
 
 
 def test_a_task_over_ssh_may_be_killed_twice(tmp_path: Path) -> None:
-    """As when the first time was in vain; its supervisor still has to say how the job ended."""
+    """The supervisor still reports how the job ended."""
     far = Remote(Task("worker", 0), ["/bin/sleep", "60"], "{}", {}, tmp_path / "blame")
     for _ in range(2):
         far.signal(signal.SIGKILL)

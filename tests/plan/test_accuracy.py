@@ -1,4 +1,4 @@
-"""Predicted against measured: the steps of studies/saturation, with the constants as they are.
+"""Predicted steps against those measured in studies/saturation, with the present calibration.
 
 Real processes in network namespaces, links of 100 Mbit/s to 1 Gbit/s shaped by `tc tbf`, 2 to 4
 hosts, a model of four layers whose computation sleeps: a third of it forward.
@@ -30,7 +30,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def profile(row: dict[str, Any], loop: float) -> Profile:
-    """As measured on one such host; `loop` is what its step takes besides sleeping."""
+    """The profile of one such host; `loop` is the part of its step besides sleeping."""
     compute, layer = row["compute_s"] + loop, row["bytes"] // LAYERS
     gradients = [GradientPart(layer, compute * 2 / 3 * (i + 1) / LAYERS) for i in range(LAYERS)]
     group = max(1, BUCKET_BYTES // layer)
@@ -84,14 +84,14 @@ def test_in_step_within_ten_percent_and_twenty_at_worst() -> None:
 
 
 def test_asynchronous_within_ten_percent_and_twenty_at_worst() -> None:
-    """The worst is 20.02%: workers who just about fill a line take long to find an order."""
+    """The worst is 20.02%: workers that almost saturate a link take long to find an order."""
     off = sorted(errors({"async"}))
     assert len(off) == 36 and statistics.median(off) < 0.05
     assert off[-1] < 0.201 and off[-2] < 0.15
 
 
 def test_asynchronous_between_apart_and_in_step() -> None:
-    """Every row, to 10%: what chance decides is where between the two."""
+    """Every row lies between the bounds, to 10%; where is a matter of chance."""
     every = rows()
     loops = {
         row["bytes"]: row["step_s"] - row["compute_s"] for row in every if row["strategy"] == "one"

@@ -1,4 +1,4 @@
-"""The recommendation answers what people ask: how many, which, is the link enough?"""
+"""The recommendation says how many replicas, which strategy, and whether the link is enough."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_is_the_link_enough(link: float, buckets: tuple[GradientPart, ...], said
 
 
 def test_a_sold_link_is_named_only_if_it_is_faster_and_holds() -> None:
-    """What is said of the other link is what a plan for it says."""
+    """The sentence about the other link agrees with a plan for it."""
     plan = choose(profile(device="cuda"), Hardware(hosts=4, link=2.5e8))
     faster = replace(plan.hardware, link=3.125e9)
     then = predict(plan.profile, faster, plan.recommendation.configuration, plan.calibration)
@@ -44,7 +44,7 @@ def test_a_sold_link_is_named_only_if_it_is_faster_and_holds() -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("per_host", [1, 4])
 def test_where_a_loop_of_ones_own_goes(own: bool, per_host: int) -> None:
-    """A process with several devices runs it through strategy.run; `fit` needs no such word."""
+    """A process with several devices runs a custom loop by strategy.run; `fit` needs no comment."""
     model = profile(device="cuda", own_loop=own)
     pasted = advice.code(choose(model, Hardware(hosts=2, per_host=per_host, link=1.25e10)))
     assert ("strategy.run(function)" in pasted) == (own and per_host > 1)
@@ -67,7 +67,7 @@ def test_a_restless_machine_is_no_reason_to_be_asynchronous() -> None:
 
 
 def test_nor_to_have_spares() -> None:
-    """The same steps of another machine; the sentence says what is in doubt."""
+    """The same steps on a busy machine; the sentence says what is in doubt."""
     noise = profile(samples=(1.0,) * 17 + (4.0,) * 3)
     at = Hardware(hosts=8, link=1e10, update=1e13)
     plan = choose(noise, at)
@@ -85,7 +85,7 @@ def test_few_steps_are_as_good_as_none() -> None:
 
 
 def test_nobody_is_faster_among_others_than_alone() -> None:
-    """A replica that was measured so had more of the machine to itself."""
+    """A replica that was measured faster had more of the machine to itself."""
     lucky = profile(crowd=((2, 0.02),))
     two = predict(lucky, Hardware(per_host=2, cores=2), Configuration(MIRRORED, per_host=2))
     assert two.efficiency <= 1 and two.parts["compute"] == lucky.compute
@@ -103,7 +103,7 @@ def test_nobody_is_faster_among_others_than_alone() -> None:
     ids=str,
 )
 def test_the_code_runs_as_printed(chosen: Configuration) -> None:
-    """On one machine; a test of the command line also trains with it, on a cluster."""
+    """The code runs on one machine; a test of the command line also trains with it on a cluster."""
     plan = choose(profile(batch=3), Hardware(per_host=2, cores=2))
     best = predict(plan.profile, plan.hardware, chosen)
     with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):
@@ -142,7 +142,7 @@ def test_the_code_runs_as_printed(chosen: Configuration) -> None:
     ids=str,
 )
 def test_fewer_gpus_than_a_host_has_are_named(chosen: Configuration, said: str) -> None:
-    """Whoever names none gets all of them."""
+    """A strategy without device names uses all GPUs."""
     plan = choose(profile(device="cuda"), Hardware(hosts=2, per_host=4))
     best = predict(plan.profile, plan.hardware, chosen)
     with patch.object(Plan, "recommendation", new_callable=PropertyMock, return_value=best):

@@ -1,4 +1,4 @@
-"""What a plan names as the cause is what would help if it were not there."""
+"""The cause that a plan names is the one whose removal would help."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_cause_is_named(
 
 
 def test_a_link_that_is_enough_is_not_the_reason() -> None:
-    """Latency binds beyond: a faster link would not help there, either."""
+    """Latency is the limit beyond it: a faster link would not help."""
     for latency in (5e-5, 5e-4, 5e-3):
         plan = choose(profile(**SMALL), Hardware(hosts=16, link=1.25e9, latency=latency))
         said = advice.sentence(plan)

@@ -1,4 +1,4 @@
-"""Which strategy, how many, where it stops paying: the recommendation follows from the figures."""
+"""The recommendation follows from the predictions: strategy, number of replicas, saturation."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sparse_models_go_to_servers() -> None:
 
 @pytest.mark.parametrize("machine", [Hardware(), Hardware(hosts=2), Hardware(hosts=8)])
 def test_sparse_models_on_one_device(machine: Hardware) -> None:
-    """Where there is no room for a server, and where nobody asked for more."""
+    """If there is no host for a server, or if one device is all that is planned for."""
     model = profile(sparse=(SparseTable(1000, 64, 10.0),))
     plan = choose(model, machine, most=1 if machine.hosts == 8 else None)
     assert plan.recommendation.configuration.replicas == 1
@@ -92,7 +92,7 @@ def test_saturation_names_the_link() -> None:
 
 
 def test_worth_it_is_measured_against_one_device() -> None:
-    """Slower than one device to begin with: the gain over that is no gain."""
+    """Two replicas are slower than one device, so speedups are not relative to two replicas."""
     model = profile(**GPUS, buckets=(GradientPart(40_000_000, 0.02),), shapes=((10_000_000,),))
     for link in (2e7, 4e7, 6e7, 1e8, 2e8, 4e8):
         plan = choose(model, Hardware(hosts=16, link=link))
@@ -119,13 +119,13 @@ def ranker(compute: float, rows: float) -> Profile:
 
 @pytest.mark.parametrize(("compute", "rows"), [(9e-4, 300.0), (1.4e-3, 1000.0)])
 def test_servers_are_machines_that_must_pay(compute: float, rows: float) -> None:
-    """Three workers and a server for a tenth more are not worth having, and that is said."""
+    """Three workers and a server that add a tenth are not worth having, and the plan says so."""
     plan = choose(ranker(compute, rows), Hardware(hosts=4))
     assert plan.recommendation.configuration.replicas == 1
 
 
 def test_a_refusal_has_its_true_reason() -> None:
-    """Asynchronous updates that pay, but not enough."""
+    """Asynchronous updates that are faster, but not by enough."""
     plan = choose(ranker(1.4e-3, 1000.0), Hardware(hosts=4))
     top = max(p.speedup for p in plan.worth)
     assert plan.recommendation.configuration.replicas == 1 and 1.1 < top < 1.4
@@ -134,7 +134,7 @@ def test_a_refusal_has_its_true_reason() -> None:
 
 
 def test_hosts_are_counted_not_replicas() -> None:
-    """Eight hosts of one for a percent more than four of two are not worth having."""
+    """Eight hosts of one device that add a percent to four hosts of two are not worth having."""
     model = profile(forward=0.2, backward=0.3, crowd=((2, 0.505),))
     plan = choose(model, Hardware(hosts=8, per_host=2, cores=2), most=8)
     assert (
@@ -152,7 +152,7 @@ def test_the_end_of_a_row_is_not_the_end_of_the_plan() -> None:
 
 
 def test_placement_is_told() -> None:
-    """Replicas of one host share its link to the servers; few full hosts share memory instead."""
+    """Replicas of one host share its link to the servers, but share memory in an all-reduce."""
     model = profile(**GPUS, buckets=(GradientPart(80_000_000, 0.02),), shapes=((20_000, 1000),))
     plan = choose(model, Hardware(hosts=4, per_host=4, link=1.25e9, local=1e11), most=4)
     assert plan.recommendation.configuration.hosts == 1
@@ -163,7 +163,7 @@ def test_placement_is_told() -> None:
 
 
 def test_asynchronous_is_no_equal() -> None:
-    """It is taken only when it is much faster, and then with a warning."""
+    """Asynchronous updates are recommended only if they are much faster, and with a warning."""
     ragged = profile(samples=(1.0,) * 90 + (30.0,) * 10, **GPUS)
     plan = choose(ragged, Hardware(hosts=16, link=1e11, update=1e13))
     assert plan.recommendation.configuration.asynchronous

@@ -1,4 +1,4 @@
-"""The cost of a step: invariants that hold for every model, machine and configuration."""
+"""Invariants of a step's cost for every model, machine and configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_time_falls_with_bandwidth(
 
 @pytest.mark.parametrize(("cores", "threads", "late"), [(1, 1, 4e-3), (2, 1, 0.0), (4, 4, 1e-3)])
 def test_cores_that_carry_gradients_compute_less(cores: int, threads: int, late: float) -> None:
-    """Where none is idle, of the bucket that leaves before the end of backward."""
+    """If no core is idle, while a bucket is sent before the end of backward."""
     model, hosts = profile(threads=threads), Configuration(MULTI_WORKER, 2)
     machine = Hardware(hosts=2, link=1e12, latency=0.0, local=1e12, cores=cores)
     unknown = predict(model, machine, hosts, IDEAL).step
@@ -93,14 +93,14 @@ def test_ring_by_hand() -> None:
 
 
 def test_overlap_by_hand() -> None:
-    """The second waits for the first, the third for backward."""
+    """The second bucket waits for the first, the third for backward."""
     parts = [(2.0, 1.0), (1.0, 2.0), (1.0, 9.0)]
     assert overlapped(parts, lambda size: size) == 10.0
     assert overlapped(parts, lambda size: 4 * size) == max(1 + 8, 2) + 4 + 4
 
 
 def test_a_ring_hides_behind_backward() -> None:
-    """First bucket done before backward ends: only the last one shows."""
+    """The first bucket is done before backward ends, so only the last one counts."""
     machine = Hardware(hosts=2, link=1e9, latency=0.0)
     said = predict(profile(), machine, Configuration(MULTI_WORKER, 2), IDEAL)
     assert said.step == pytest.approx(0.03 + 4e6 / 1e9 + 0.001)
@@ -129,7 +129,7 @@ def test_more_servers_carry_more() -> None:
 
 
 def test_small_values_go_to_all_at_once() -> None:
-    """So all push at once, too: nobody is ahead of the others, as with values sent in turn."""
+    """So all workers push at once, too; values sent in turn would stagger them."""
     machine = Hardware(hosts=8, link=1.25e6, latency=0.0, update=1e15)
     steps = {}
     for rows in (32, 128):  # 128 kB and 512 kB
@@ -217,7 +217,7 @@ def test_impossible_configurations(settings: dict[str, object], said: str) -> No
 
 
 def test_replicas_with_as_many_threads_each_take_the_same() -> None:
-    """Of 16 cores 12 replicas get one each, as 16 do; 6 get two, as 8 do."""
+    """On 16 cores 12 replicas have one core each, as 16 replicas do; 6 have two, as 8 do."""
     from stratagem.plan.formulas import between
 
     known = {1: 0.1, 2: 0.03, 8: 0.09, 16: 0.17}
@@ -228,7 +228,7 @@ def test_replicas_with_as_many_threads_each_take_the_same() -> None:
 
 
 def test_what_each_micro_batch_sends_counts() -> None:
-    """In rings; servers get the gradient of a step once."""
+    """Rings all-reduce every micro-batch; servers get the gradient once a step."""
     machine = Hardware(hosts=4, link=1.25e8, latency=0.0)
     ring_, served = Configuration(MULTI_WORKER, 4), Configuration(SERVERS, 4, 1, 1)
     for cfg, times in ((ring_, 4), (served, 1)):

@@ -1,4 +1,4 @@
-"""The k-th of n: the exact sum and Monte Carlo say the same."""
+"""The k-th of n draws: the exact sum equals Monte Carlo."""
 
 from __future__ import annotations
 

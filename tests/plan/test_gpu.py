@@ -1,4 +1,4 @@
-"""A profile on a GPU: times of the device, not of the calls that start it."""
+"""A profile on a GPU has the times of kernels, not of their launches."""
 
 from __future__ import annotations
 

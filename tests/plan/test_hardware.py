@@ -1,4 +1,4 @@
-"""Machines as people write them, and this one as measured."""
+"""Hardware from texts, and this machine as measured."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_hardware_as_written() -> None:
 
 
 def test_a_check_gives_the_link() -> None:
-    """A check measures what arrives, a link is sold with its headers: they count once."""
+    """A check measures payload, a link's rate includes headers: they count once."""
     seen = Hardware(hosts=4).from_check(latency=2e-4, up=1.2e8, down=1.1e8)
     assert seen.link * Calibration().goodput == pytest.approx(1.1e8)
     assert (seen.latency, seen.hosts) == (1e-4, 4)

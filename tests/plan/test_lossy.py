@@ -31,7 +31,7 @@ shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple
 
 
 def model(milliseconds: float = 3.0, **changes: Any) -> Profile:
-    """8 MB of gradients, of which each compression takes so long."""
+    """A profile with 8 MB of gradients, and these seconds for each compression."""
     times = tuple(CodecTime(wire, milliseconds / 1e3) for wire in LOSSY)
     return profile(codecs=times, **changes)
 
@@ -89,7 +89,7 @@ def test_who_meets_every_few_steps_sends_as_much_less(wire: str | None) -> None:
 
 @pytest.mark.parametrize("wire", [None, "Int8()"])
 def test_fragments_travel_beside_updates(wire: str | None) -> None:
-    """Of what a part takes to travel, `overlap` updates of 31 ms hide their time, and no more."""
+    """Sending a fragment is hidden behind `overlap` updates of 31 ms, and no longer."""
     cfg = Configuration(MULTI_WORKER, 2, wire=wire, every=20, fragments=4, overlap=0)
     for link, all_hidden in ((1e6, False), (1e9, True)):
         machine = Hardware(hosts=2, link=link, latency=0.0)
@@ -178,7 +178,7 @@ def test_only_sgd_goes_with_the_coarse_ones(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_of_few_replicas_each_encodes_more_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two encode half of it each, eight an eighth: as long as the reducer takes for either."""
+    """Two replicas encode half of it each, eight an eighth, as measured with the reducer."""
     took = {2: 3.5, 8: 3.125}  # a second to encode the gradient, or the sum, and two to decode
     monkeypatch.setattr("stratagem.plan.lossy._seconds", lambda record, shapes, n: took[n])
     found = {each.wire: each for each in codec_times(((8, 8),), linear=True)}

@@ -1,4 +1,4 @@
-"""What is measured on this machine: memory, and a server's update."""
+"""Measurements of this machine: memory, and a server's update."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ MACHINE = Hardware(hosts=3, link=1e15, latency=0.0, update=1e15)
 
 
 class Own(torch.optim.SGD):
-    """No class of torch.optim."""
+    """An optimizer that is no class of torch.optim."""
 
 
 def seconds(net: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -146,7 +146,7 @@ def test_a_profile_has_it() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("servers", [1, 4])
 def test_nobody_is_faster_than_his_optimizer(servers: int, asynchronous: bool) -> None:
-    """What took one device half of its step is not free on a server."""
+    """An optimizer that takes one device half of its step takes a server time, too."""
     two = Configuration(SERVERS, 2, servers=servers, asynchronous=asynchronous)
     for server in (None, 0.001, 0.03):
         slow = profile(optimizer=0.03, server=server)

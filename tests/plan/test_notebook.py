@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No replicas beside: that has a test of its own."""
+    """Do not measure other replicas at once, which has a test of its own."""
     monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
 
 
@@ -57,7 +57,7 @@ def test_a_module_with_its_loss() -> None:
 
 
 class Signs(nn.Module):
-    """Notes the process that it is computed in."""
+    """A layer that records the process that computes it."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_keras_model() -> None:
 
 
 def test_a_keras_model_of_no_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is planned as it stands, its fit is not run, and is Keras' own again afterwards."""
+    """Planning does not run its fit, and leaves Keras' own fit in place."""
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
         pytest.skip("Keras runs on another backend here")

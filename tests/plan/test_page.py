@@ -1,4 +1,4 @@
-"""The page and the picture: self-contained, every figure under the pointer."""
+"""The page and the picture: self-contained, with a tooltip for every point."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_points_lie_inside_the_drawing(plan: Plan) -> None:
 
 
 def test_no_point_lies_on_another() -> None:
-    """Central storage takes as long as mirrored replicas do; the pointer finds either."""
+    """Central storage is as fast as mirrored replicas; the pointer reaches the points of both."""
     alike = choose(profile(), Hardware(hosts=8, per_host=2, link=1.25e8, cores=2))
     found = re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', page(alike))
     dots = [(float(x), float(y)) for x, y in found]
@@ -68,8 +68,10 @@ def test_no_point_lies_on_another() -> None:
 
 
 def test_every_line_has_its_name_at_its_end(plan: Plan) -> None:
-    """Joined to its last point, in its colour, and none on another; a browser needs 6.2 pixels for
-    a letter of this size."""
+    """Joined to its last point, in its colour, without overlap.
+
+    A browser needs 6.2 pixels for a letter of this size.
+    """
     text = fragment(plan)
     named = re.findall(
         r'<path d="M([\d.]+),([\d.]+) L[\d.]+,([\d.]+)" fill="none" stroke="(#\w+)"[^>]*/>'
@@ -99,7 +101,7 @@ def test_the_page_has_a_table(plan: Plan) -> None:
 
 
 def test_notebooks_have_the_figures_without_a_script(plan: Plan) -> None:
-    """And the page, whose script tells them, does not tell them twice."""
+    """The page, whose script shows them, does not show them twice."""
     text = fragment(plan)
     assert "<script" not in text and text.count("<title>") == text.count("<circle ")
     assert page(plan).count("<title>") == 1 and "elementsFromPoint" in page(plan)
@@ -137,7 +139,7 @@ def test_the_picture_says_what_its_marks_are(plan: Plan) -> None:
 
 
 def test_of_two_lines_alike_both_are_seen() -> None:
-    """On one host central storage takes as long as mirrored: dashes and rings over its line."""
+    """On one host central storage is as fast as mirrored: dashes and rings lie over its line."""
     pytest.importorskip("matplotlib")
     alike = choose(profile(), Hardware(per_host=4, cores=8), most=4)
     lines = {each.get_label(): each for each in figure(alike).axes[0].lines}

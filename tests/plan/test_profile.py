@@ -1,4 +1,4 @@
-"""What a step costs, measured: times, buckets, sparse rows; and the model is left as it was."""
+"""The measured cost of a step: times, buckets, sparse rows; the model is not changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Slow(nn.Module):
-    """Sleeps so long forward, and so long backward after its gradient has passed."""
+    """Sleeps in forward, and in backward after its gradient is made."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def test_times_are_those_of_the_model() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 def test_other_work_is_told() -> None:
-    """A loop on the same core leaves half of it to what is measured."""
+    """A busy loop on the same core leaves half of it to the measured step."""
     net, places, threads = nn.Linear(8, 8), os.sched_getaffinity(0), torch.get_num_threads()
     torch.set_num_threads(1)
     os.sched_setaffinity(0, {min(places)})
@@ -126,7 +126,7 @@ def test_a_batch_that_repeats_examples_touches_as_many_rows_as_one_that_does_not
 
 
 class Crowded(nn.Linear):
-    """Threads that are in each other's way."""
+    """A model whose threads slow each other down."""
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(0.004 * torch.get_num_threads())
@@ -177,7 +177,7 @@ def test_progress_is_said() -> None:
 
 @pytest.mark.skipif(torch.get_num_threads() > 64, reason="an enormous machine")
 def test_among_others_on_this_machine() -> None:
-    """Real replicas compute at once; a sleeping model is not slowed down by that."""
+    """Real replicas compute at once; a sleeping model does not become slower."""
     net = nn.Sequential(Slow(0.02, 0.0))
     seen = profile(
         net,

@@ -40,7 +40,7 @@ def test_text_has_it_all(plan: Plan) -> None:
 
 
 def test_every_row_has_the_number_that_it_is_worth_it_to(plan: Plan) -> None:
-    """With 1 server of 8 hosts, 7 workers are all: there is a column for them."""
+    """With 1 server on 8 hosts there are 7 workers at most, which have a column."""
     listed = report.text(plan, width=200).splitlines()
     heads = next(line for line in listed if line.strip().startswith("strategy")).split()
     ends = [str(at.replicas) for _, _, at in report.shown(plan)]
@@ -53,7 +53,7 @@ def test_narrow_terminals_lose_nothing(plan: Plan) -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_word_is_broken(width: int) -> None:
-    """On a terminal, whose own way is to cut a line that is too long wherever it ends."""
+    """On a terminal, which itself would break a long line within a word."""
     plan = choose(profile(), Hardware(hosts=32, per_host=2, link=1.25e8, cores=2))
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=True, no_color=True)

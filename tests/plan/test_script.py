@@ -1,4 +1,4 @@
-"""Scripts that will not be stopped, and files that cannot be written: said as it is."""
+"""Scripts that catch the planner's exception, and files that cannot be written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def script(folder: Path, optimizer: str, step: str, what: str = "") -> list[str]
 def test_a_script_that_catches_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first step is planned from, and that it ran on is told."""
+    """The plan is made from its first step, and says that the script ran on."""
     words = script(tmp_path, "SGD(net.parameters(), lr=0.1)", "compute(); optimizer.step()")
     trial = run_to_fit(words)
     seen = capsys.readouterr()
@@ -51,7 +51,7 @@ def test_a_script_that_catches_everything(
 
 
 def test_a_module_beside_the_script(tmp_path: Path) -> None:
-    """Replicas at once import the model from where the script did."""
+    """Replicas import the model from the folder of the script."""
     (tmp_path / "nearby.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
     words = script(tmp_path, "SGD(net.parameters(), lr=0.1)", "compute(); optimizer.step()")
     file = Path(words[0])
@@ -109,7 +109,7 @@ def test_the_output_says_where_the_rest_is(
 
 
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
-    """As `--json /dev/stdout`: what is no file is written, not replaced."""
+    """With `--json /dev/stdout` a pipe is written to, not replaced."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

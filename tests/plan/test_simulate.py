@@ -1,4 +1,4 @@
-"""Simulated all-reduce, against the closed forms and against chance."""
+"""Simulated all-reduce, compared with the closed forms and with random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines and sharded replicas in the plan: the real schedules, what a device holds, why not."""
+"""Pipelines and sharded replicas in the plan: schedules, memory of a device, reasons against."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def pipeline(devices: int, each: int, schedule: str = "1f1b") -> Configuration:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager", "interleaved"])
 @pytest.mark.parametrize(("devices", "each"), [(2, 1), (2, 2), (4, 2), (2, 4)])
 def test_equal_stages_take_what_the_bubble_says(devices: int, each: int, schedule: str) -> None:
-    """As many examples as so many replicas have, so S times the compute of one, over S."""
+    """With as many examples as S replicas: S times the compute of one device, over S stages."""
     cfg = pipeline(devices, each, schedule)
     cal = replace(IDEAL, microbatch=0.0)
     found = predict(model(optimizer=0.0), Hardware(cores=8, local=1e15), cfg, cal)
@@ -102,8 +102,7 @@ def test_small_microbatches_cost_what_they_were_seen_to_cost() -> None:
 
 
 def test_what_the_stages_own_code_took_counts() -> None:
-    """Among as many processes; layers say only who has what part of it. Numbers that were not tried
-    lie between those that were."""
+    """Layers only decide the stages' shares. Unmeasured numbers of processes are interpolated."""
     seen = tuple(StageTime(n, 2, n * 4e-3, n * 8e-3, n * 1e-3) for n in (2, 8))
     later = tuple(
         LayerTable(t.pieces, tuple(replace(c, late=c.seconds / 3) for c in t.costs))
@@ -127,8 +126,10 @@ def test_what_the_stages_own_code_took_counts() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_more_stages_than_processors_share_them(rows: int) -> None:
-    """Four stages, or two rows of two, on two cores: no core waits but at the beginning and the
-    end, so a batch takes what all its operations take on two cores, and a little more."""
+    """Four stages, or two rows of two, on two cores: a core waits only at the beginning and end.
+
+    So a batch takes a little more than all its operations on two cores.
+    """
     plain, cal = model(optimizer=0.0), replace(IDEAL, microbatch=0.0)
     kind = {"strategy": MESH, "rows": 2} if rows == 2 else {"strategy": PIPELINE}
     cfg = Configuration(per_host=4, microbatches=8 // rows, schedule="1f1b", **kind)
@@ -173,7 +174,7 @@ def test_operations_are_measured_in_the_stages_own_code() -> None:
 
 
 class Stack(nn.Module):
-    """Two recurrent layers, and one behind them."""
+    """Two recurrent layers, then a linear one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class Stack(nn.Module):
 
 
 def test_the_optimizer_has_the_threads_that_a_replica_has() -> None:
-    """Measured with two threads and with one; replicas that fill two cores have one."""
+    """Measured with two threads and with one; replicas that fill two cores have one thread."""
     given = model(threads=2, single_optimizer=6e-3, optimizer=4e-3, single_thread=0.05)
     two, alone = Configuration(MIRRORED, per_host=2), Configuration()
     found = predict(given, Hardware(cores=2, local=1e15), two, IDEAL)
@@ -199,7 +200,7 @@ def test_the_optimizer_has_the_threads_that_a_replica_has() -> None:
 
 
 def test_a_stage_holds_its_layers_and_the_microbatches_that_it_keeps() -> None:
-    """1F1B keeps two on the first of two stages, GPipe all; each has half of everything else."""
+    """1F1B keeps two microbatches on the first of two stages, GPipe all."""
     held = {
         name: predict(model(), Hardware(cores=2), pipeline(2, 2, name)).memory
         for name in ("1f1b", "gpipe")
@@ -223,7 +224,7 @@ def test_what_replicas_hold() -> None:
 
 
 def test_rows_of_pipelines_add_their_gradients_up() -> None:
-    """Each row is a pipeline with its share of the examples; a stage's gradients are added up."""
+    """Each row is a pipeline with its share of the examples; rows all-reduce gradients."""
     machine, cal = Hardware(cores=8, per_host=4, local=1e9), replace(IDEAL, microbatch=0.0)
     mesh = Configuration(MESH, per_host=4, microbatches=4, schedule="1f1b", rows=2)
     one, two = (predict(model(), machine, cfg, cal) for cfg in (pipeline(2, 2), mesh))
@@ -253,7 +254,7 @@ def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
 
 
 class Constant(nn.Module):
-    """Takes as long for many rows as for few, as recurrent layers of few rows nearly do."""
+    """Takes as long for many rows as for few, which is almost true of recurrent layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         end = time.thread_time() + 5e-3
@@ -269,7 +270,7 @@ def test_what_twice_the_rows_cost_is_measured() -> None:
 
 
 def test_chunks_of_time_go_through_stages_in_two_waves() -> None:
-    """What is not recurrent runs once, for the rows of all."""
+    """Layers that are not recurrent run once, for the rows of all devices."""
     recurrent = layers()[0].costs
     both = (LayerTable(1, (*recurrent, LayerCost(6e-3, MB, MB))),)
     chunked = {"chunks": layers(), "unchunked": both[0].costs[-1:], "layers": both}

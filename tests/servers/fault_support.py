@@ -52,7 +52,7 @@ def count(
     clip_norm: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Train, and return how often each row was applied."""
+    """Train, and return the number of times each row was applied."""
     rows = torch.arange(ROWS)
     with strategy.scope():
         model = sg.Model(Counter(pause=pause))
@@ -100,7 +100,7 @@ def shoot(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
 
 @contextlib.contextmanager
 def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run `work` in another thread; its event is set when the block ends."""
+    """Run `work` in another thread; set its event when the block ends."""
     stop = threading.Event()
     problems: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""A job within one process: servers in threads, and their workers."""
+"""A job in one process: servers in threads, and their workers."""
 
 from __future__ import annotations
 

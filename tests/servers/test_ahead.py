@@ -1,4 +1,4 @@
-"""The ticket that comes with the answer to a push, when things change meanwhile."""
+"""The ticket that comes with the answer to a push, if values or workers change before its use."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ FRESH = "stratagem.servers.client._FRESH"
 
 @pytest.fixture(autouse=True)
 def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch no values again unless a test asks for that, even on a slow machine."""
+    """Do not refetch values unless a test asks for it, even on a slow machine."""
     monkeypatch.setattr(FRESH, 1e9)
 
 
 @pytest.fixture
 def join() -> Iterator[Callable[[int], Session]]:
-    """Two servers in threads of this process; be one of their workers."""
+    """Join two servers in threads of this process as one of their workers."""
     addresses, secret = [local_address() for _ in range(2)], b"s" * 32
     servers = [Server(i, addresses, secret) for i in range(2)]
     threads = [threading.Thread(target=server.serve, daemon=True) for server in servers]
@@ -77,7 +77,7 @@ def take(session: Session, wanted: int | None = None) -> Assignment:
 
 
 def hand_in(session: Session, work: Assignment) -> None:
-    """Each batch is one row, whose weight falls by one with it."""
+    """Push the gradient of a batch, which is one row, and lowers its weight by one."""
     row = torch.tensor([work.ticket.batch])
     session.module(row).sum().div(24).backward()
     assert session.worker.push(work.ticket, 1.0, 0.0, 1)
@@ -123,7 +123,7 @@ def test_it_comes_with_the_newest_values(
 
 
 def test_values_are_fetched_anew_after_a_pause(join: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During a slow callback other workers go on."""
+    """Other workers make updates during a slow callback."""
     chief, other = join(0), join(1)
     chief.worker.deal(1, 0, [(6, 1)], True)
     hand_in(chief, take(chief, 0))  # has 1 in hand now
@@ -141,7 +141,7 @@ def test_values_are_fetched_anew_after_a_pause(join: Any, monkeypatch: pytest.Mo
 
 
 def test_weights_that_are_assigned_put_it_back(join: Any) -> None:
-    """Its gradient would be of the old weights; the batch itself is not lost."""
+    """The gradient would be of the old weights, so the ticket is given back."""
     chief = join(0)
     chief.worker.deal(1, 0, [(3, 1)], True)
     hand_in(chief, take(chief, 0))
@@ -188,7 +188,7 @@ def test_a_training_that_is_ended_early_puts_it_back(join: Any) -> None:
 
 
 def test_a_snapshot_brings_newer_values_than_it(join: Any) -> None:
-    """The next gradient has the version of the values that it is computed with."""
+    """The next gradient has the version of the snapshot's values."""
     chief, other = join(0), join(1)
     chief.worker.deal(1, 0, [(4, 1)], True)
     hand_in(chief, take(chief, 0))  # has 1 in hand now
@@ -220,7 +220,7 @@ def loop(session: LoopSession) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_loop_that_is_left_gives_it_back(join: Any, stepped: bool) -> None:
-    """Otherwise the other workers would wait for it at the end of the epoch."""
+    """Otherwise the other workers would wait for the ticket at the end of the epoch."""
     chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
     mine = loop(chief)
     next(mine)
@@ -257,7 +257,7 @@ def test_in_step_there_is_none(join: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_that_wakes_when_all_is_over_has_the_last_values(join: Any) -> None:
-    """The loop fetches them, so that the model after the loop has the result."""
+    """The loop fetches the last values, so that the model has the result."""
     chief, other = join(0, kind=LoopSession), join(1, kind=LoopSession)
     mine = loop(chief)
     next(mine)

@@ -1,6 +1,6 @@
-"""Servers that hold each other's shards are killed for real: others take over, they come back.
+"""Servers that hold each other's shards are killed: other servers take over until they are back.
 
-The weights are those of a training that nothing happened to, so no update was lost or made twice.
+The weights are those of a training without faults, so no update was lost or made twice.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
-    """The worker gets no ticket before: it would overwrite the gradient."""
+    """The worker gets no ticket before that, because it would overwrite the gradient."""
     office = Office(2)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     session = office.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), backups=1)
@@ -298,7 +298,7 @@ def interrupted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def test_a_server_dies_and_comes_back_while_nobody_speaks_to_it(
     made: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With shared memory a worker may still have its connection to the dead process."""
+    """With shared memory a worker may still be connected to the dead process."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1")
     strategy = made(workers=2, ps=3, updates=sg.Synchronous())
     steps = []

@@ -1,4 +1,4 @@
-"""Servers survive workers that stop within a message, send nonsense or keep others waiting."""
+"""Servers survive workers that stop within a message, send nonsense or are late."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
 
 
 class _Staff:
-    """An office as `begin` sees it."""
+    """The servers' handle as `begin` expects it."""
 
     def __init__(self, worker: Client) -> None:
         self.workers, self.servers = [worker], [None]
@@ -107,7 +107,7 @@ def test_a_refused_request_with_a_body_harms_nobody(office: Office) -> None:
 
 
 def test_a_job_that_runs_needs_no_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even for the statistics that a worker asks for which is not the chief."""
+    """Not even if a worker other than the chief asks for statistics."""
     office = Office(1, staff=2)
 
     def refused(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_more_values_announced_than_sent(office: Office) -> None:
 
 
 def test_a_coordinator_that_is_gone_is_named_by_who_listens(office: Office) -> None:
-    """A worker that only listens raises the same error as one that asks."""
+    """A worker that only listens raises the same error as a worker that sends requests."""
     chief = office.workers[0]
     here, there = socket.socketpair()
     (line,) = chief.lines.of(0)
@@ -202,7 +202,7 @@ def test_only_shared_memory_is_mapped(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_told_once() -> None:
-    """Several threads report trouble at once: the first one counts."""
+    """If several threads report an error at once, the first one counts."""
     told: list[sg.ReplicaError] = []
     here, there = socket.socketpair()
     heartbeat = TaskHeartbeat(Connection(PlainChannel(here), "ps 0"), 60.0, told.append)
@@ -232,7 +232,7 @@ class Dawdle:
 
 @pytest.mark.slow
 def test_one_that_lives_but_keeps_others_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    """It is named; after `Patience(step=)` it is given up, and other workers do its batches."""
+    """It is named; after `Patience(step=)` it is dropped, and other workers compute its batches."""
     patience = sg.Patience(step=3)
     with closing(local(updates=sg.Synchronous(), patience=patience)) as strategy:
         count(strategy, epochs=1)

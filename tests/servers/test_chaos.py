@@ -1,4 +1,4 @@
-"""Workers killed, stopped and continued at random, from a seed, for a while: the books balance.
+"""Workers are killed, stopped and continued at random, from a seed: no gradient is lost.
 
 STRATAGEM_CHAOS_SECONDS=60 makes it a minute, STRATAGEM_CHAOS_SEED another run.
 """
@@ -75,7 +75,7 @@ class Chaos:
 
 @pytest.mark.chaos
 def test_chaos_in_a_local_cluster() -> None:
-    """One training after the other, each rule in turn, while workers come and go."""
+    """One training after another, with each rule in turn, while workers come and go."""
     until = time.monotonic() + SECONDS
     kills = stops = trainings = 0
     while time.monotonic() < until:
@@ -113,7 +113,7 @@ def scripts() -> Iterator[Nursery]:
 
 @pytest.mark.slow
 def test_chaos_in_a_cluster_of_processes(scripts: Nursery, tmp_path: Path) -> None:
-    """Killed processes are restarted by hand until the chief is done."""
+    """The test restarts killed processes until the chief is done."""
     cluster = Cluster(scripts, tmp_path, workers=3)
     seconds = max(4.0, SECONDS / 3)
     source = f"""

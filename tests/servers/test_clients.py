@@ -1,7 +1,7 @@
 """One client per worker: every task of a TF_CONFIG cluster is a process of its own, on loopback.
 
-Whoever is late, missing, killed or restarted is named where a person looks, the rest goes on or
-ends with a reason, and everything ends by itself.
+A late, missing, killed or restarted task is named in the output of the others; the other tasks go
+on or end with a reason, and all processes end by themselves.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(updates: str = "free", epochs: int = 3, pause: float = 0.005) -> str:
 
 
 class Cluster:
-    """Tasks on ports of 127.0.0.1, started when the test wants; each runs the same script."""
+    """Tasks on ports of 127.0.0.1 that run the same script; the test starts each of them."""
 
     def __init__(self, scripts: Nursery, where: Path, workers: int = 2, ps: int = 2) -> None:
         ports = [f"127.0.0.1:{port}" for port in free_ports(workers + ps)]
@@ -122,7 +122,7 @@ def all_end(tasks: dict[str, Script], seconds: float = 40.0) -> None:
 
 @pytest.mark.parametrize("updates", ["in_step", "free"])
 def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
-    """Both take part, and everything ends by itself with success, ps tasks, too."""
+    """Both train, and all tasks end by themselves with success, ps tasks, too."""
     tasks = cluster.all(train(updates) + "print('still here', flush=True)")
     all_end(tasks)
     went_well(tasks["worker 0"])
@@ -135,7 +135,7 @@ def test_a_client_for_each_worker(cluster: Cluster, updates: str) -> None:
 
 @pytest.mark.slow
 def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
-    """It gets the last values of each, though the chief begins the next one at once."""
+    """The slow worker gets the last values of each, though the chief begins the next at once."""
     all_end(
         cluster.all("""
     from stratagem.servers.client import Client
@@ -162,7 +162,7 @@ def test_several_trainings_with_one_that_is_slow(cluster: Cluster) -> None:
 
 
 def test_a_strategy_that_its_function_forgets_says_goodbye_all_the_same(cluster: Cluster) -> None:
-    """It is garbage when the script ends, which other tasks must not take for a death."""
+    """The strategy is garbage when the script ends; other tasks must not take that for a death."""
     all_end(
         cluster.all("""
     import gc
@@ -201,7 +201,7 @@ def test_a_server_that_waits_for_others_ends_when_it_is_told(cluster: Cluster) -
 
 
 def test_sigterm_to_the_chief_ends_the_training_of_all(cluster: Cluster) -> None:
-    """It is saved, and the exit code says so: no script goes on as if the training were done."""
+    """It saves, and the exit code says so: no script goes on as if the training were done."""
     source = """
     class End(sg.callbacks.Callback):
         def on_batch_end(self, batch, logs=None):
@@ -322,7 +322,7 @@ def test_workers_with_unlike_data_are_told(cluster: Cluster, how: str) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Cluster) -> None:
-    """The chief begins without it, and goes on whatever happens to it."""
+    """The chief begins without the worker, and goes on whatever happens to it."""
     source = train("free", epochs=20, pause=0.02)
     tasks = cluster.all(source, but="worker 1")
     chief = tasks["worker 0"]
@@ -343,7 +343,7 @@ def test_a_worker_that_is_missing_comes_late_dies_and_is_restarted(cluster: Clus
 def test_one_that_comes_when_all_is_over(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
-    """It has the trained values all the same."""
+    """A worker that joins after the training has the trained values."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     source = """
     import pathlib
@@ -383,7 +383,7 @@ except sg.ReplicaError as error:
 
 @pytest.mark.slow
 def test_one_that_sleeps_through_the_end_of_a_training(cluster: Cluster, tmp_path: Path) -> None:
-    """Its gradient is ignored when it wakes, and it takes part in the next training."""
+    """Its gradient is ignored when it wakes, and it joins the next training."""
     tasks = cluster.all("""
     import pathlib
     def loss(output, target):
@@ -517,7 +517,7 @@ def test_a_stopped_server_is_given_up(cluster: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_stood_too_long_is_told(cluster: Cluster) -> None:
-    """Other workers have done its work; when it wakes it ends with the reason."""
+    """Other workers have computed its batches; when it wakes it ends with the reason."""
     source = """
 try:
     strategy = made(free, answer=4)
@@ -558,7 +558,7 @@ def test_a_killed_chief_is_named_everywhere(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_exception_reaches_the_others(cluster: Cluster, which: int) -> None:
-    """With its traceback; uncaught where it was raised."""
+    """The other tasks get its traceback; it is uncaught where it was raised."""
     tasks = cluster.all(f"""
 class Mine(Exception):
     pass

@@ -71,7 +71,7 @@ def by_formula(wire: Any, workers: int) -> nn.Module:
 
 
 def twice(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Each batch of rows, and the same rows once more."""
+    """Repeat each batch, so that both parts of a global batch have the same rows."""
     order = [i for s in range(0, len(x), BATCH) for i in [*range(s, s + BATCH)] * 2]
     return x[order], y[order]
 
@@ -103,7 +103,7 @@ def far(a: nn.Module, b: nn.Module) -> float:
 def test_fit_is_what_the_formula_says(
     workers: int, name: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over sockets and through shared memory alike."""
+    """Over sockets and through shared memory."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     wire = RECORDS[name]
     expected = by_formula(wire, workers)
@@ -140,7 +140,7 @@ FORMULA = {
 
 
 class Counted:
-    """Counts what goes through a channel."""
+    """Counts the bytes of a channel."""
 
     def __init__(self, channel: Any) -> None:
         self.inner, self.bytes = channel, 0
@@ -170,7 +170,7 @@ def session(wire: Any, module: nn.Module, rate: float = 0.1, servers: int = 1) -
 
 
 def push(made: Any, loss: Callable[[], Tensor]) -> bool:
-    """A ticket; its values are here when the loss is computed."""
+    """Take a ticket, and push a gradient for it."""
     work = made.worker.next()
     value = loss()
     made.worker.begin_backward()
@@ -203,7 +203,7 @@ def test_as_many_bytes_leave_as_the_formula_says(
 
 
 class Branches(nn.Module):
-    """Two layers of which a batch may use one."""
+    """Two layers, of which a batch may use only one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Branches(nn.Module):
 def test_layers_without_a_gradient_keep_what_they_have(
     way: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces are sent during backward; layers without a gradient send nothing."""
+    """Pieces are sent during backward; layers without a gradient keep their residuals."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if way == "shared memory" else "0")
     monkeypatch.setattr(transfers, "_MUCH", 0 if way == "beside the computation" else 1 << 30)
     wire, module, alone = RECORDS[name], Branches(), Branches()
@@ -259,7 +259,7 @@ class Table(nn.Module):
 @pytest.mark.parametrize("wire", [sg.Int8(8), sg.Int8(8, dense_steps=2), sg.TopK(0.5)])
 @pytest.mark.parametrize("memory", ["0", "1"])
 def test_rows_of_a_table(wire: Any, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are sent in eight bits with residuals, by other compressions as they are."""
+    """Int8 sends rows with residuals; other compressions send rows unchanged."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
     module, alone = Table(), Table()
     pushes = Pushes(wire, {"head.weight": alone.head.weight, "head.bias": alone.head.bias})
@@ -335,7 +335,7 @@ _anything = st.recursive(
 def test_headers_of_any_kind_are_taken_or_refused(
     pieces: Any, rows: Any, after: Any, size: int
 ) -> None:
-    """With a sentence; what is taken has pieces that there are, once each and in their order."""
+    """A valid header names existing pieces, once each and in order; others are refused."""
     try:
         slot = received({"pieces": pieces, "rows": rows, "after": after}, size)
     except sg.StratagemError:

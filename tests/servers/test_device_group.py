@@ -1,4 +1,4 @@
-"""Several devices of one worker train in step; workers follow the rule."""
+"""Several devices of one worker train synchronously; the update rule is for workers."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_what_callbacks_change_reaches_every_device(workers: int, tmp_path: Path
 def test_a_device_that_raises_is_named_on_every_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not reported as a loop that was left, although it looks like that."""
+    """It is not reported as a loop that was left."""
     monkeypatch.setenv("HOW", "raises")
     told = launch(HURT, 2, tmp_path, code=1)
     assert "worker 1 failed first" in told, told
@@ -278,7 +278,7 @@ def test_a_device_that_is_killed_ends_its_worker_and_no_other(
 
 
 def test_a_group_that_comes_too_late(tmp_path: Path) -> None:
-    """Its devices wait for each other in mid-step, so the step ends before it is dropped."""
+    """Its devices wait for each other within the step, so the step ends before it is dropped."""
     assert "as one device" in launch(LATE, 2, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The evaluator task takes no part in the training, whatever the script does there."""
+"""The evaluator task does not train, whatever the script does in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.M
 def test_its_history_has_what_the_chief_wrote_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A script may look at the loss of the training, wherever it runs."""
+    """A script may read the loss of the training in every task."""
     monkeypatch.delenv("STRATAGEM_SECRET", raising=False)
     x, y, _, _ = digits()
     chief = sg.Model(net())

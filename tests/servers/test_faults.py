@@ -121,7 +121,7 @@ def applied(strategy: sg.ParameterServerStrategy) -> int:
 def test_workers_are_killed_at_any_moment(
     made: Any, rule: str, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row of every epoch counts once, and the books balance; with sockets, too."""
+    """Every row of every epoch counts once, and statistics are consistent; over sockets, too."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     strategy = made(updates=RULES[rule])
     killer = Killer(strategy, seed=len(rule), least=0.0, most=0.4)
@@ -190,7 +190,7 @@ def test_one_that_is_killed_between_two_trainings(made: Any) -> None:
 
 
 def test_one_that_ends_again_and_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is replaced a few times only."""
+    """It is replaced only a few times."""
     monkeypatch.setattr(local_cluster, "_IN_VAIN", 2)
     strategy = made(workers=2, ps=1)
 
@@ -244,7 +244,7 @@ def test_a_gradient_outlives_its_worker(
 ) -> None:
     """It counts on every server, though its worker died before all servers had read it.
 
-    Another has the worker's number by then, and a gradient of its own on its desk.
+    Another process has the worker's number by then, and its own gradient in shared memory.
     """
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     carry_out, slow = servers[1].shard.obey, threading.Event()
@@ -275,7 +275,7 @@ def test_a_gradient_outlives_its_worker(
 def test_one_that_does_not_read_holds_nobody_up(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped while values are sent to it; the servers do not wait to send it more."""
+    """It is stopped while values are sent to it; the servers do not wait for it."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     chief = take_part(servers, 0, rows=500_000, spares=1)
     deaf = take_part(servers, 1, rows=500_000, spares=1)
@@ -323,7 +323,7 @@ class Stop:
 def test_a_stopped_worker_holds_nobody_up_who_has_a_spare(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Training ends while it is still stopped; many versions later no buffer is full."""
+    """Training ends while it is still stopped; after many versions no buffer is full."""
     strategy = made(updates=sg.Synchronous(spares=1))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, epochs=25, loss=stop)
@@ -363,7 +363,7 @@ def test_without_a_spare_a_stopped_worker_is_waited_for(
 def test_a_worker_that_stands_too_long_is_given_up(
     made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other workers do its batches, and a new process takes its place."""
+    """Other workers compute its batches, and a new process takes its place."""
     strategy = made(updates=sg.Asynchronous(), patience=sg.Patience(answer=4))
     stop = Stop(tmp_path / "note")
     counts = count(strategy, pause=0.02, loss=stop)  # slow enough that it gets its turn
@@ -382,7 +382,7 @@ def test_a_worker_that_stands_too_long_is_given_up(
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
-    """It is named, and the same strategy trains again with new processes."""
+    """The error names the server; the same strategy trains again with new processes."""
     strategy = made(updates=sg.Synchronous())
     fell: list[float] = []
 
@@ -427,7 +427,7 @@ def test_the_death_of_the_helper_that_starts_the_others(made: Any, rule: str) ->
 
 
 def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    """When the strategy is collected, its processes end, and no death is logged."""
+    """When the strategy is garbage collected, its processes end, and no death is logged."""
     strategy = local()
     assert works(strategy)
     everybody = [*worker_pids(strategy), *ps_pids(strategy)]
@@ -443,7 +443,7 @@ def test_a_strategy_that_is_dropped_ends_without_a_word(caplog: pytest.LogCaptur
 def test_a_stopped_server_is_named_then_given_up(
     made: Any, which: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if a thread that waits for it holds the lock (clipping asks all servers)."""
+    """Also if a thread that waits for the server holds the lock (clipping asks all servers)."""
     strategy = made(updates=sg.Synchronous(), patience=sg.Patience(answer=4.5))
     assert works(strategy)
     stopped: list[float] = []
@@ -497,7 +497,7 @@ def test_a_stopped_server_goes_on(made: Any, caplog: pytest.LogCaptureFixture) -
 def test_a_mistake_of_a_server_ends_the_job_with_its_traceback(
     made: Any, monkeypatch: pytest.MonkeyPatch, which: int, mistake: dict[str, Any], where: str
 ) -> None:
-    """No worker waits for an answer that does not come."""
+    """No worker waits for an answer that never comes."""
     strategy = made()
     assert works(strategy)
     worker = worker_group_of(strategy).worker
@@ -582,7 +582,7 @@ def test_each_worker_has_its_own_dice(made: Any) -> None:
 
 
 def test_the_model_is_the_users_own_after_a_failure(made: Any) -> None:
-    """It keeps no hook and no shared memory: it can be trained here and by another strategy."""
+    """The model has no hook and no shared memory: any strategy can train it."""
     strategy = made(updates=sg.Synchronous(spares=1))
     with strategy.scope():
         model = sg.Model(mlp())

@@ -1,4 +1,4 @@
-"""Two hosts with a wire between them: what a listener on it sees, and does not see."""
+"""Two hosts and a listener on the link between them, which must not see plain text."""
 
 from __future__ import annotations
 

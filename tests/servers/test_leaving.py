@@ -1,4 +1,4 @@
-"""A worker that leaves a training in order stays in the job; a dead or replaced one does not."""
+"""A worker that leaves a training cleanly stays in the job; a dead or replaced worker does not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
-    """It ends its loop while the chief still works, and takes part in the next training."""
+    """It ends its loop while the chief still trains, and joins the next training."""
     office = Office(3, staff=2)
     try:
         for _ in range(2):
@@ -75,7 +75,7 @@ def test_who_does_not_come_is_named_and_not_waited_for(
 def test_who_is_busy_with_something_else_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process is alive, perhaps loading data: no other worker does its part meanwhile."""
+    """Its process is alive, perhaps loading data: no other worker computes its part."""
     monkeypatch.setattr(participants, "GATHERING", 0.1)
     office = Office(1, staff=2)
 
@@ -105,7 +105,7 @@ def test_who_is_busy_with_something_else_is_waited_for(
 
 
 def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_nobody() -> None:
-    """The chief has begun the next epoch, in which it waits for this very worker."""
+    """The chief has begun the next epoch, in which it waits for this worker."""
     office = Office(1, staff=2)
     try:
         chief, other = (

@@ -1,5 +1,7 @@
-"""Servers that nobody else holds are killed: the job goes back to its last checkpoint, and no
-process but theirs is started again. The result is that of one device that nothing happens to."""
+"""Servers without a backup are killed: the job goes back to its last checkpoint.
+
+Only the servers' processes are restarted. The result is that of one device without faults.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def _in_float64() -> Iterator[None]:
 
 
 class Killer(sg.callbacks.Callback):
-    """Kills each server after so many batches of this process."""
+    """Kills each server after some batches of this process."""
 
     def __init__(self, strategy: Any, kills: dict[int, int]) -> None:
         self._about = (strategy, kills, [0], [])  # not plain: it is no part of a checkpoint
@@ -109,7 +111,7 @@ def test_one_server_and_then_the_first_are_started_again(
 
 @pytest.mark.parametrize(("resumes", "turns"), [(True, 3), (False, 1)])
 def test_another_server_may_be_lost_while_the_first_is_awaited(resumes: bool, turns: int) -> None:
-    """It starts over, though the chief has not sent a plan yet."""
+    """It restarts, although the chief has not sent a plan yet."""
     made: list[Server] = []
     some = plan_with(torch.optim.SGD, sg.Synchronous())
 
@@ -139,7 +141,7 @@ def test_shuffled_rows_of_a_loader_come_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_asynchronous_workers_count_every_row_once_an_epoch(tmp_path: Path) -> None:
-    """In the final weights; counts since the checkpoint are undone."""
+    """The final weights show it; updates after the checkpoint are undone."""
     with closing(local(workers=2, ps=2)) as strategy:
         killer = Killer(strategy, {8: 1})
         counted = count(strategy, 2, 0.01, callbacks=[killer], checkpoint=str(tmp_path))

@@ -19,7 +19,7 @@ VALUES: list[Any] = [1, True, "text", [], {}]
 
 
 def test_requests_that_are_refused() -> None:
-    """Not from the chief, before joining, or with a wrong argument; the job goes on."""
+    """Requests not from the chief, before joining, or with wrong arguments; the job goes on."""
     office = Office(1, staff=2)
     other = office.workers[1]
     for name, request in REQUESTS.items():

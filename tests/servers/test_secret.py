@@ -1,4 +1,4 @@
-"""Beyond loopback no server listens without a secret, unless that is asked for."""
+"""No server listens beyond loopback without a secret, unless the user asks for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a server's threads: several are tried, the fastest is kept."""
+"""A server tries several numbers of threads, and keeps the fastest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CORES = 3
 
 
 def threads_of_updates(shard: Shard) -> set[int]:
-    """Carry orders out in new threads, for which torch keeps its own number of threads."""
+    """Obey orders in new threads, each of which has its own number of torch threads."""
     seen: set[int] = set()
 
     def obey() -> None:

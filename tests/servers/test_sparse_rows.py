@@ -37,7 +37,7 @@ def offices() -> Iterator[dict[int, Office]]:
 
 
 class Tables(nn.Module):
-    """Sparse tables, and perhaps something dense; a batch looks into each table, or not at all."""
+    """Sparse tables, and maybe a dense layer; a batch may use a table or not."""
 
     def __init__(self, rows: Sequence[int], width: int, dense: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_as_on_one_device(
 
 @pytest.mark.parametrize("near", [True, False])
 def test_what_was_dropped_or_given_up_leaves_nothing_behind(near: bool) -> None:
-    """Its rows may still be in a slot, or wait to be sent."""
+    """The rows of a dropped gradient may still be in a slot, or wait to be sent."""
     office = Office(2, staff=2)
     sessions = []
     for i, worker in enumerate(office.workers):
@@ -198,7 +198,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_ids_that_only_some_servers_have(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real processes: ids of the first quarter only, then of the last."""
+    """In real processes: ids of the first quarter only, then of the last."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
     rows = 20_000
     dice = torch.Generator().manual_seed(1)

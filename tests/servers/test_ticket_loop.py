@@ -1,4 +1,4 @@
-"""A custom loop with servers equals one device, or is refused with a sentence."""
+"""Custom loops with servers equal one device, or are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _end() -> Iterator[None]:
 
 
 def alone() -> Any:
-    """A single asynchronous worker: plain training."""
+    """A single asynchronous worker, which equals plain training."""
     return strategy("1 ps", "asynchronous", 1)
 
 
@@ -64,8 +64,10 @@ def loop(
 
 
 def compare(where: Any, step: Step, **options: Any) -> float:
-    """How far the loop on servers ends from the loop on one device, which must have moved; every
-    worker must have computed rows."""
+    """Return the distance of the weights from those of one device.
+
+    The weights must have changed, and every worker must have computed rows.
+    """
     plain, alone = watched(lambda: loop(None, step, **options))
     assert apart(plain, options.get("made", net)()) > 1e-3
     found, spread = watched(lambda: where.run(partial(loop, where, step, **options)), where)
@@ -149,7 +151,7 @@ def test_clipping_a_part_of_a_batch_is_refused(step: Step) -> None:
 
 
 def scheduled(where: Any, busy: int = -1, absent: int = -1) -> nn.Module:
-    """Train with a rate that falls with each batch; one worker is slow, or leaves at once."""
+    """Train with a falling learning rate; one worker is slow, or leaves at once."""
     x, y, _, _ = digits()
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
@@ -212,7 +214,7 @@ def test_batches_without_a_step_are_done(step: Step) -> None:
 
 @pytest.mark.parametrize("rows", [160, 155, 153])
 def test_in_step_gradients_of_several_batches_add_up(rows: int) -> None:
-    """Also if the last batch is short, and its parts have other shares."""
+    """Also if the last batch is short, so that its parts have different shares."""
     assert compare(in_step(), every_other, rows=rows) < 1e-5
 
 
@@ -261,7 +263,7 @@ def one_leaves_out(where: Any) -> nn.Module:
 
 
 def test_in_step_one_part_may_be_left_out() -> None:
-    """The other parts make the update; no other worker does the skipped part."""
+    """The other parts make the update; no worker computes the skipped part."""
     where = in_step()
     where.run(one_leaves_out, where)
     books = where.stats()
@@ -289,7 +291,7 @@ def in_halves(where: Any) -> None:
 
 
 def a_part_of_the_data(where: Any) -> None:
-    """Take a part of the data, as a script for DDP does."""
+    """Take only a part of the data, as a script for DDP does."""
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     rows: Any = range(8)
@@ -298,7 +300,7 @@ def a_part_of_the_data(where: Any) -> None:
 
 
 def both_at_once(where: Any) -> None:
-    """Two models that are trained against each other."""
+    """Train two models against each other."""
     for _ in range(2):
         module = net()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -386,7 +388,7 @@ def test_one_training_after_the_other(where: Any) -> None:
 def saving(
     where: Any, stop: int, begin: int = 0, saved: Any = None
 ) -> tuple[nn.Module, list[Any], list[Any]]:
-    """Train on batches from `begin` on; what would be saved after number `stop`, and at the end."""
+    """Train on batches from `begin`; return the state after batch `stop`, and at the end."""
     x, y, _, _ = digits()
     module: Any = net()
     optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.01)
@@ -444,7 +446,7 @@ def test_every_worker_can_save_what_came_of_it() -> None:
 
 
 def writes(where: Any, kind: str) -> tuple[nn.Module, Any]:
-    """Weights and state of the optimizer that are written while the training is under way."""
+    """Write weights and optimizer state during the training."""
     x, y, _, _ = digits()
     torch.manual_seed(9)
     other = net(7)
@@ -518,7 +520,7 @@ def test_what_is_written_in_the_loop_is_refused(where: Any, kind: str) -> None:
 
 
 def leaves(where: Any, first: int) -> nn.Module:
-    """Leave the loop in mid-epoch on all workers, on `first` long before the other."""
+    """Leave the loop within an epoch on all workers, on `first` long before the other one."""
     x, y, _, _ = digits()
     module: Any = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -564,7 +566,7 @@ def test_in_step_nobody_goes_on_where_another_has_left() -> None:
 
 
 class ByEpoch:
-    """Batches of four; the numbers of an epoch are a hundred above those of the last."""
+    """Batches of four; the numbers of an epoch are a hundred above those of the one before."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -581,7 +583,7 @@ class ByEpoch:
 def left_early(
     where: Any, late: bool, epochs: int = 3
 ) -> tuple[nn.Module, list[list[int]], list[nn.Module]]:
-    """Three batches an epoch; the loop is left after a step, or with a batch in hand."""
+    """Three batches an epoch; the loop is left after a step, or before the step of a batch."""
     x, y, _, _ = digits()
     module: Any = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -660,7 +662,7 @@ def test_every_pass_has_batches_of_its_own_epoch(rule: str, late: bool) -> None:
 
 
 def shuffled(where: Any, own: bool) -> nn.Module:
-    """Two epochs in the order that a generator of the loader's own, or torch's, gives."""
+    """Two epochs in the order of the loader's own generator, or torch's."""
     x, y, _, _ = digits()
     module: Any = net()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -678,7 +680,7 @@ def shuffled(where: Any, own: bool) -> nn.Module:
 
 
 def shuffled_fit(where: Any, own: bool) -> nn.Module:
-    """Do the same with sg.Model."""
+    """The same with sg.Model."""
     x, y, _, _ = digits()
     model = sg.Model(net(), where)
     model.compile(lambda params: torch.optim.SGD(params, lr=0.5), "cross_entropy")
@@ -706,7 +708,7 @@ def renormed(where: Any) -> None:
 
 
 def test_rows_that_forward_rewrites_are_refused() -> None:
-    """Servers would not know: not even with one worker."""
+    """Servers would not know the new rows, not even with one worker."""
     where = alone()
     with pytest.raises(REFUSED, match="max_norm"):
         where.run(renormed, where)

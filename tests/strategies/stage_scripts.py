@@ -1,4 +1,4 @@
-"""Scripts of tasks that are stages of a pipeline, and compare themselves with one device."""
+"""Scripts of tasks that are stages of a pipeline, and compare their result with one device."""
 
 HEAD = """
 import os, signal

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Interrupted(ByHand):
-    """A fragment under way is thrown away, and sent again with all updates since."""
+    """The formulas if a fragment under way is dropped, and sent again with all updates since."""
 
     def throw_away(self) -> None:
         if self.travels is not None:
@@ -49,7 +49,7 @@ class Interrupted(ByHand):
 
 
 class Leaving(Interrupted):
-    """The formulas where replicas leave: at the first meeting after `at` updates."""
+    """The formulas if replicas leave at the first meeting after `at` updates."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -66,7 +66,7 @@ class Leaving(Interrupted):
 
 
 class Broken(Interrupted):
-    """The formulas where replicas leave after `at` updates, and the remaining ones meet or mix."""
+    """The formulas if replicas leave after `at` updates, and the remaining ones meet or mix."""
 
     def __init__(self, sync: Any, count: int, at: int, left: int) -> None:
         super().__init__(sync, count)
@@ -90,7 +90,7 @@ class Broken(Interrupted):
 
 
 class Renewed(Broken):
-    """The formulas where all but the first begin anew: a meeting of one, after `at`."""
+    """The formulas if all replicas but the first restart: a meeting of one, after `at`."""
 
     def __init__(self, sync: Any, count: int, at: int) -> None:
         super().__init__(sync, count, at, 1)
@@ -114,7 +114,7 @@ class Renewed(Broken):
 
 
 class KillAndSee(Kill):
-    """Kills a follower, and goes on when that is known: who does not look yet trains on."""
+    """Kills a follower, and goes on when the death is known; others train on until they look."""
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         super().on_batch_end(batch, logs)
@@ -150,7 +150,7 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["diloco", "fragments", "streaming", "ring"])
 def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
-    """The fifth or seventh update is the third worker's last; the others go on until they meet."""
+    """The third worker dies after the fifth or seventh update; the others train until they meet."""
     running = cluster_of(3, LEAVER, name, tmp_path)
     assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
@@ -196,7 +196,7 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 @pytest.mark.slow
 def test_a_meeting_that_breaks_off_for_the_chief_alone(tmp_path: Path) -> None:
-    """That of the seventh update, in which one part meets, and the other has gone on by itself."""
+    """At the seventh update one fragment meets; the other one has not been synchronized."""
     running = cluster_of(3, LATE, "streaming", tmp_path)
     assert [each.wait(100) for each in running] == [0, 0, -signal.SIGKILL]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
@@ -255,8 +255,10 @@ torch.save(found, where)
 def test_updates_of_a_chief_that_is_alone_count(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second worker leaves after three updates and joins after five: nine of twelve are those
-    of one device, whoever has made them."""
+    """The second worker leaves after three updates and joins after five of twelve.
+
+    Nine updates are those of one device, whichever worker makes them.
+    """
     monkeypatch.setenv("SOURCE", ALONE)
     running = cluster_of(2, ALONE, form, tmp_path)
     assert [each.wait(100) for each in running] == [0, 0]
@@ -274,8 +276,10 @@ def test_updates_of_a_chief_that_is_alone_count(
     ],
 )
 def test_who_is_new_takes_the_weights_of_a_meeting(name: str, at: int) -> None:
-    """On one machine all followers begin anew when one dies; here in mid-round, with a part that
-    travels or without, and at its end."""
+    """On one machine all followers restart when one dies.
+
+    Here one dies within a round, with a fragment under way or without, and at its end.
+    """
     with strategy(3, cross_device_ops="ring", sync=SYNCS[name], elastic=True) as made:
         model, history = fitted(made, callbacks=[KillAndSee(made, at, 1)], validation_data=rows())
     expected = Renewed(SYNCS[name], 3, at).train()
@@ -326,7 +330,7 @@ def test_whose_meeting_counts() -> None:
 
 
 def looped(made: Any, optimizer: Any, see: Callable[[int], None] = lambda seen: None) -> list[Any]:
-    """A user's loop; `see` is called when a batch begins."""
+    """A custom loop; `see` is called when a batch begins."""
     module = mlp().double()
     data = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
     model, optimizer, loader = made.prepare(module, optimizer(module.parameters()), data)
@@ -378,7 +382,7 @@ PLACES += [(name, "between", 5) for name in ("fragments", "ring", "int8", "topk"
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "place", "at"), PLACES)
 def test_a_loop_goes_on_without_the_dead(name: str, place: str, at: int, tmp_path: Path) -> None:
-    """The batch that broke off is taken again; what was done since the meeting is not lost."""
+    """The interrupted batch is repeated; the updates since the meeting are not lost."""
 
     def lose(step: int, replicas: Replicas) -> None:
         if step == at and replicas.count == 3:
@@ -399,7 +403,7 @@ def test_a_loop_goes_on_without_the_dead(name: str, place: str, at: int, tmp_pat
 
 @pytest.mark.parametrize("name", ["diloco", pytest.param("ring", marks=pytest.mark.slow)])
 def test_who_is_new_in_a_loop_takes_the_chiefs_weights(name: str) -> None:
-    """Followers begin anew; the chief breaks off when it next meets them, or mixes."""
+    """Followers restart; the chief notices at its next meeting or mixing."""
     at, killed = 6, []
 
     def see(made: Any, seen: int) -> None:
@@ -433,7 +437,7 @@ def test_a_replica_that_came_further_goes_back_to_where_the_chief_was() -> None:
 
 
 class _Kept:
-    """A committer that has made so many updates and held so many meetings."""
+    """A committer with given numbers of updates and meetings."""
 
     def __init__(self, meetings: int, updates: int) -> None:
         self.meetings, self.updates = meetings, updates

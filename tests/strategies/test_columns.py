@@ -1,4 +1,4 @@
-"""Stacks of recurrent layers in columns: chunks of time give the result of the whole sequence."""
+"""Recurrent layers with `columns=`: chunks of time give the result of the whole sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Stack(nn.Module):
-    """An embedding, a stack of layers, and a head on every moment, the last one or the state."""
+    """An embedding, recurrent layers, and a head on every time step, the last one or the state."""
 
     def __init__(
         self, kind: Any, reads: str, *, first: bool = True, residual: bool = False
@@ -138,7 +138,7 @@ def test_what_has_no_columns() -> None:
 def test_chunks_of_time_and_pieces_by_rows_are_tried_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While numbers are tried, and after: the weights of one device."""
+    """The weights are those of one device, while numbers are tried and after that."""
     with sg.PipelineStrategy(cpus(2), columns="auto") as strategy:
         for kind, reads, times, options in (
             (nn.LSTM, "all", (1, 2), {}),
@@ -162,7 +162,7 @@ def test_chunks_of_time_and_pieces_by_rows_are_tried_out(
 def test_kernels_of_recurrent_layers(
     machine: str, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's own on ARM, while a layer runs; whatever happens, the user's choice is back then."""
+    """On ARM torch's own kernels run the layers; the user's setting is always restored."""
     monkeypatch.setattr("platform.machine", lambda: machine)
     flags = torch.backends.mkldnn.set_flags
     before, *rest = flags(True, None, None, None)

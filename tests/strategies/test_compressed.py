@@ -112,7 +112,7 @@ def far(a: nn.Module, b: nn.Module) -> float:
 
 @pytest.mark.parametrize(("op", "name"), BOTH)
 def test_fit_is_what_the_formula_says(op: str, name: str) -> None:
-    """With shares of unequal size and one without rows."""
+    """With unequal shares and one empty share."""
     wire = RECORDS[name]
     expected = by_formula(wire, 3)
     with strategy(3, cross_device_ops=op, wire=wire) as made:
@@ -124,7 +124,7 @@ def test_fit_is_what_the_formula_says(op: str, name: str) -> None:
 
 
 def in_a_loop(made: Any, batches: int = 4, spoilt: int = -1) -> dict[str, Any]:
-    """A custom loop; in batch `spoilt` the last replica's loss is no number."""
+    """Train in a custom loop; in batch `spoilt` the last replica's loss is NaN."""
     module = mlp().double()
     loader = DataLoader(TensorDataset(*rows(18 * batches)), batch_size=18)
     model, optimizer, shares = made.prepare(module, sgd(module.parameters()), loader)
@@ -166,8 +166,10 @@ STEPS = 5
 
 
 def tcp_bytes() -> tuple[int, int]:
-    """What this process has sent over all its TCP connections, as the kernel counts it, without
-    what it sent again because an answer was late; and what still waits in the kernel."""
+    """Return the bytes sent over all TCP connections of this process, by the kernel's counters.
+
+    Retransmissions do not count; also returns the bytes that wait in the kernel.
+    """
     total = waiting = 0
     for descriptor in sockets().values():
         with socket.socket(fileno=os.dup(descriptor)) as sock:
@@ -182,7 +184,7 @@ def tcp_bytes() -> tuple[int, int]:
 
 
 def at_rest() -> int:
-    """The bytes sent, once no more than heartbeats are on their way."""
+    """Return the bytes sent, once nothing but heartbeats is under way."""
     seen, (sent, waiting) = -1, tcp_bytes()
     while sent - seen > 1000 or waiting > 1000:
         time.sleep(0.2)
@@ -191,7 +193,7 @@ def at_rest() -> int:
 
 
 def counted(made: Any) -> float:
-    """Bytes that this replica sends in a step of a model of two layers."""
+    """Return the bytes that this replica sends in a step of a model of two layers."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 10))
     few = TensorDataset(torch.randn(6, WIDE), torch.arange(6))
@@ -266,7 +268,7 @@ class Kill(sg.callbacks.Callback):
 
 
 def test_on_one_machine_the_chief_keeps_what_it_has() -> None:
-    """Followers begin anew together; the step that broke off is done again."""
+    """All followers restart; the interrupted step is repeated."""
 
     def lose(step: int, replicas: Replicas) -> None:
         if step == 5:
@@ -281,7 +283,7 @@ def test_on_one_machine_the_chief_keeps_what_it_has() -> None:
 
 
 def cluster_of(count: int, source: str, name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Workers that were started with TF_CONFIG."""
+    """Start workers with TF_CONFIG."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
     running = []
     for index in range(count):
@@ -393,7 +395,7 @@ def test_momentum_of_gradients_that_are_added_up_is_refused() -> None:
 
 
 def resumed_loop(made: Any, folder: Path, end: int) -> list[Tensor]:
-    """A custom loop with checkpoints after each batch; it is left after `end` batches."""
+    """Train in a custom loop with a checkpoint after each batch; leave it after `end` batches."""
     torch.manual_seed(7)
     module = mlp().double()
     loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
@@ -433,7 +435,7 @@ torch.save(list(fitted(strategy).module.state_dict().values()), sys.argv[2])
 
 
 def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
-    """Two processes that were started with TF_CONFIG."""
+    """Two processes with TF_CONFIG."""
     running = cluster_of(2, WORKER, "int8", tmp_path)
     assert [each.wait(100) for each in running] == [0, 0]
     first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
@@ -450,7 +452,7 @@ class Freeze(sg.callbacks.Callback):
 
 
 def test_a_layer_may_be_frozen_between_two_epochs() -> None:
-    """The training goes on with another set of parameters, near the exact one."""
+    """The training goes on with other trainable parameters, near the exact result."""
 
     def last_layer(wire: Any) -> Tensor:
         with strategy(2, wire=wire) as made:

@@ -1,5 +1,4 @@
-"""Replicas die and join while `fit` goes on, and the result is that of one device: weights, losses,
-metrics, and the calls of callbacks."""
+"""Replicas die and join during `fit`; weights, losses, metrics and callbacks equal one device's."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def net() -> nn.Module:
 
 
 class Kills(sg.callbacks.Callback):
-    """Kills a follower after some batches; notes every call."""
+    """Kills a follower after some batches; records every call."""
 
     def __init__(self, at: Sequence[int] = ()) -> None:
         self.at, self.calls, self.seen = at, [], 0
@@ -141,7 +140,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", [None, "ring"])
 @pytest.mark.parametrize("case", CASES)
 def test_kills_change_nothing(case: str, kind: str | None) -> None:
-    """Three kills in three epochs: in mid-epoch, at the last batch, at the first one."""
+    """Three kills in three epochs: within an epoch, at the last batch, at the first one."""
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic(kind)) as several:
         expected = train(one, **CASES[case])
         found = train(several, (4, 10, 21), **CASES[case])
@@ -150,7 +149,7 @@ def test_kills_change_nothing(case: str, kind: str | None) -> None:
 
 
 def test_a_kill_in_the_epoch_that_was_gone_on_with(tmp_path: Path) -> None:
-    """A checkpoint's digest of row numbers is of the batches before it, and no others."""
+    """A checkpoint's digest of row numbers is that of the batches before it."""
     kept = sg.Checkpoints(tmp_path, every=4, keep=99)
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic("ring")) as several:
         expected = train(one, data=loader, checkpoint=kept)
@@ -164,7 +163,7 @@ def test_a_kill_in_the_epoch_that_was_gone_on_with(tmp_path: Path) -> None:
 def killing(
     strategy: Any, seed: int, times: int, begun: Callable[[], bool] = lambda: True
 ) -> Iterator[list[float]]:
-    """Kill followers at random moments, once the call has `begun`, with a while in between."""
+    """Kill followers at random moments after the call has `begun`, with pauses."""
     dice, over, killed = random.Random(seed), threading.Event(), []
 
     def run() -> None:
@@ -199,7 +198,7 @@ def test_kills_at_any_moment(seed: int) -> None:
 
 
 class Slow:
-    """A loss that leaves time to be killed."""
+    """A slow loss, during which a replica can be killed."""
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
@@ -229,7 +228,7 @@ class Poison:
 
 
 class Mistake:
-    """Raises in every try."""
+    """Raises at every attempt."""
 
     def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         if current_replica().index:

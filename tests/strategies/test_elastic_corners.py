@@ -1,5 +1,7 @@
-"""Replicas that die and join at moments that are easily forgotten: the last one of a call, while
-others come together, while a checkpoint is to be made, and when only the chief is left."""
+"""Replicas that die and join at rare moments.
+
+At the end of a call, while replicas regroup, before a checkpoint, and when only the chief is left.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def scripts() -> Iterator[Nursery]:
 
 
 class KillsAtTheEnd(Kills):
-    """Kills when everything has been trained."""
+    """Kills a follower after the last step."""
 
     def on_train_end(self, logs: Any = None) -> None:
         self.calls.append(("train end", -1))
@@ -50,7 +52,7 @@ class KillsAtTheEnd(Kills):
 
 
 def test_a_follower_dies_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is trained a second time, and the strategy can be used again."""
+    """Nothing is trained twice, and the strategy can be used again."""
     monkeypatch.setattr(test_elastic, "Kills", KillsAtTheEnd)
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         expected = train(one)
@@ -59,7 +61,7 @@ def test_a_follower_dies_after_the_last_step(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class SticksOnce:
-    """A loss in which one replica stays once, if a file is there."""
+    """A loss in which one replica hangs once, if a file exists."""
 
     def __init__(self, mark: Path) -> None:
         self._mark, self._calls = str(mark), 0
@@ -77,7 +79,7 @@ class SticksOnce:
 def test_one_that_is_stuck_is_removed(
     tmp_path: Path, kind: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A live replica that does not come: the others wait for `Patience(step=)`, and go on."""
+    """A live replica is late: the others wait for `Patience(step=)`, and go on."""
     mark = tmp_path / "mark"
     mark.touch()
     devices = [f"cpu:{i}" for i in range(3)]
@@ -93,7 +95,7 @@ def test_one_that_is_stuck_is_removed(
 
 
 class Counts(sg.callbacks.Callback):
-    """Remembers something, and kills."""
+    """A callback with state that kills followers."""
 
     def __init__(self, strategy: Any = None, at: tuple[int, ...] = ()) -> None:
         self._strategy, self._at = strategy, at
@@ -125,8 +127,10 @@ def counted(strategy: Any, folder: Path, at: tuple[int, ...] = (), **options: An
 
 
 def test_checkpoints_after_a_death(tmp_path: Path) -> None:
-    """What metrics counted, and what callbacks remember, goes on from a checkpoint that was made
-    in mid-epoch after replicas had come together again, on any number of replicas."""
+    """The state of metrics and callbacks is in a checkpoint that is made after a regrouping.
+
+    The checkpoint is from within an epoch, and is resumed on any number of replicas.
+    """
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
         expected = counted(one, tmp_path / "one")
         alike(counted(several, tmp_path / "run", (3, 14)), expected)
@@ -221,7 +225,7 @@ def ran(scripts: Nursery, folder: Path, source: str) -> Script:
 def test_sigterm_while_replicas_come_together(
     scripts: Nursery, tmp_path: Path, kind: str, when: str
 ) -> None:
-    """The training saves what it has, and ends with the code that says so."""
+    """The training saves, and ends with the exit code that says so."""
     source = (FIT if kind == "fit" else LOOP).format(when=when, folder=str(tmp_path / "run"))
     script = ran(scripts, tmp_path, source)
     assert script.ends(60) == 75, script
@@ -232,7 +236,7 @@ def test_sigterm_while_replicas_come_together(
 
 
 def test_sigterm_while_there_are_too_few(scripts: Nursery, tmp_path: Path) -> None:
-    """The chief waits for `min_replicas`, and does not wait any longer when it is to end."""
+    """The chief waits for `min_replicas`, but ends at once on SIGTERM."""
     cluster = Cluster(scripts, tmp_path, 2)
     folder = str(tmp_path / "run")
     source = test_elastic.WORKER.format(kind=None, least=2, epochs=1000).replace(
@@ -252,7 +256,7 @@ def test_sigterm_while_there_are_too_few(scripts: Nursery, tmp_path: Path) -> No
 
 
 class Scaled(nn.Module):
-    """Has a switch and a number that callbacks change."""
+    """A model with a switch and a number that callbacks change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +270,7 @@ class Scaled(nn.Module):
 
 
 class Changes(sg.callbacks.Callback):
-    """Freezes a layer, and changes both, early on."""
+    """Freezes a layer, and changes both at the beginning."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 1:

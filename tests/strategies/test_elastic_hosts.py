@@ -1,4 +1,4 @@
-"""Workers on hosts are cut off, stopped, killed and started again while `fit` goes on."""
+"""Workers on hosts are cut off, stopped, killed and restarted during `fit`."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ def noted(job: HostJob, worker: int, name: str) -> Any:
 
 
 def check(job: HostJob, expected: Any) -> None:
-    """The weights of one device on everybody, and its history: each row counted once. Every step
-    that anybody made led to weights of that training, so nobody trained by itself."""
+    """Check that every worker has the weights and the history of one device.
+
+    Every step of every worker led to weights of that training, so no worker trained alone.
+    """
     weights, history, totals = expected
     for worker in job.tasks:
         for mine, theirs in zip(noted(job, worker, "weights"), weights, strict=True):
@@ -111,7 +113,7 @@ def check(job: HostJob, expected: Any) -> None:
 
 
 def sizes(job: HostJob, since: float, until: float) -> set[str]:
-    """Return the numbers of replicas with which the chief finished steps meanwhile."""
+    """Return the numbers of replicas with which the chief finished steps."""
     lines = [line for when, line in job.tasks[0][-1].lines if since < when < until]
     return {line.rpartition(" ")[2] for line in lines if line.startswith("step")}
 
@@ -163,7 +165,7 @@ def test_other_bad_days(script: str, expected: Any) -> None:
 @needs_hosts
 @pytest.mark.slow
 def test_who_is_cut_off_for_good_ends_and_names_the_chief(expected: Any) -> None:
-    """And is started again when the cable is back."""
+    """It is restarted when the link is back."""
     faults = ["cut worker 1 at step 20 for 24 s", "start worker 1 at step 120"]
     with Hosts(3) as hosts, HostJob(hosts, source(answer=4), faults) as job:
         assert job.ends(180) == [0, 0, 0], str(job)
@@ -176,7 +178,7 @@ def test_who_is_cut_off_for_good_ends_and_names_the_chief(expected: Any) -> None
 @needs_hosts
 @pytest.mark.slow
 def test_a_cut_shorter_than_patience_costs_nobody_a_place(expected: Any) -> None:
-    """Named within 3 s; when it heals, the same step goes on."""
+    """The worker is named within 3 s; when the link is back, the same step goes on."""
     faults = ["cut worker 1 at step 20 for 5 s", "stop worker 2 at step 60 for 5 s"]
     with Hosts(3) as hosts, HostJob(hosts, source(answer=60), faults) as job:
         assert job.ends(180) == [0, 0, 0], str(job)

@@ -1,4 +1,4 @@
-"""Replicas die and join while a custom loop goes on, and the result is that of one device."""
+"""Replicas die and join during a custom loop, and the result is that of one device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def float64() -> Iterator[None]:
 
 
 def die(where: str, now: tuple[int, int], kills: dict[str, Sequence[tuple[int, int]]]) -> None:
-    """Kills the last replica at this place of the body, once: the file says that it was done."""
+    """Kill the last replica at this place of the loop, once: a file records that it was done."""
     replica = sg.current_replica()
     if now in kills.get(where, ()) and replica.index and replica.index == replica.count - 1:
         mark = Path(kills["folder"]) / f"{where} {now}"  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def die(where: str, now: tuple[int, int], kills: dict[str, Sequence[tuple[int, i
 def loop(
     on: Any, kills: dict[str, Any], accumulate: int = 1, nap: float = 0.0, resume: Any = None
 ) -> dict[str, Any]:
-    """What a user writes, with a scheduler, a validation, and places to be killed at."""
+    """A user's loop with a scheduler, a validation, and places where replicas are killed."""
     drawn = float(torch.rand(()))
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -172,7 +172,7 @@ def test_kills_at_any_moment(tmp_path: Path, seed: int) -> None:
 
 
 def test_checkpoints_besides(tmp_path: Path) -> None:
-    """Killed replicas, then everything ends; what was saved is that of one device."""
+    """Replicas are killed, then all processes; the checkpoint equals one device's."""
     kills = {"begin": [(0, 5)], "step": [(1, 4)]}
     plan = sg.Checkpoints(tmp_path / "run", every=4, keep=99)
     with closing(sg.MirroredStrategy(["cpu:0"])) as one, closing(elastic()) as several:
@@ -186,7 +186,7 @@ def test_checkpoints_besides(tmp_path: Path) -> None:
 
 
 def test_sentences() -> None:
-    """Loops that could not be begun again are refused before they train."""
+    """Loops that cannot be restarted are refused before they train."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     data = DataLoader(TensorDataset(*rows()), BATCH)
@@ -219,7 +219,7 @@ def test_sentences() -> None:
 
 
 def test_functions_without_a_loop_are_not_begun_again() -> None:
-    """No replica knows what they had done before."""
+    """No replica knows what such a function has done before."""
     with closing(elastic(count=2)) as strategy, pytest.raises(ReplicaLost):
         strategy.run(_dies)
 
@@ -243,7 +243,7 @@ for name, value in found.items():
 
 
 def talking(on: Any, epochs: int, nap: float = 0.02) -> dict[str, Any]:
-    """A loop that says how far it is."""
+    """A loop that prints its progress."""
     torch.manual_seed(3)
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

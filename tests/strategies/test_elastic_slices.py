@@ -1,4 +1,4 @@
-"""Replicas that share one set of parameters, and die while they write to their slices of it."""
+"""Replicas that share one set of parameters, and die while they write their slices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _is_ready = False
 
 
 def prepare_to_die(when: str, file: str) -> None:
-    """In a follower: its fourth update kills it, before or after it has written; 3 times in all."""
+    """Let a follower's fourth update kill it, before or after its write; 3 times in all."""
     global _is_ready
     if _is_ready:
         return
@@ -50,7 +50,7 @@ def prepare_to_die(when: str, file: str) -> None:
 
 
 class Rows(Dataset[Any]):
-    """Rows that kill the process that reads them."""
+    """A data set that kills the process that reads it."""
 
     def __init__(self, when: str, file: Path) -> None:
         self.when, self.file = when, str(file)
@@ -101,7 +101,7 @@ def train(strategy: Any, when: str, file: Path, **options: Any) -> Any:
 def test_deaths_within_updates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, options: dict[str, Any]
 ) -> None:
-    """Other replicas have written their slices by then, or not: the update is undone and redone."""
+    """The update is undone and redone, whether other replicas have written their slices or not."""
     made = []
     plain = steps.Sliced.__init__
 

@@ -1,4 +1,4 @@
-"""What torch's own pipelines refuse or get wrong, as far as other files do not show it here.
+"""Models that torch's own pipelines refuse or get wrong, and that other files do not test.
 
 The whole table, with the tests of each row, is in docs/model-parallel.md.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Tells(nn.Module):
-    """Hands a dict of several types on; its `if` keeps it from being traced."""
+    """Returns a dict of several types; its `if` prevents tracing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Hears(nn.Module):
 
 
 class Packed(nn.Module):
-    """Only words that count go through the layers: how many crosses the cut depends on the data."""
+    """Only unpadded words go through the layers, so the size at the cut depends on the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[sg.PipelineStrategy]:
 
 @pytest.mark.parametrize("make", [Packed, Encoder, lambda: nn.Sequential(Tells(), Hears())])
 def test_what_crosses_a_cut(pair: sg.PipelineStrategy, make: Any) -> None:
-    """For rows that differ from those that were traced, too."""
+    """Also for rows that differ from the traced ones."""
     torch.manual_seed(3)
     module, dice = make().double(), torch.Generator().manual_seed(0)
     for rows in (9, 3):

@@ -40,7 +40,7 @@ def pair() -> Iterator[sg.ShardedStrategy]:
 
 
 class Tied(nn.Module):
-    """Large layers in a list, which are gathered one by one; two that are tied; one without use."""
+    """A list of large layers, which are gathered one by one; two are tied, one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_callbacks_see_and_change_the_whole(pair: sg.ShardedStrategy) -> None:
 
 
 class Batches(sg.callbacks.Callback):
-    """Looks at the weights after every batch."""
+    """Records the weights after every batch."""
 
     def __init__(self) -> None:
         self.norms: list[float] = []
@@ -313,7 +313,7 @@ class Elsewhere(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Uses a layer for some rows only."""
+    """Uses a layer only for some rows."""
 
     def __init__(self) -> None:
         super().__init__()

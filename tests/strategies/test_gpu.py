@@ -1,4 +1,4 @@
-"""On a machine with a GPU: the same answers there, and several replicas on one GPU."""
+"""Mirrored replicas on a GPU: the result of one device, and several replicas on one GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 
 def on_gpu(start: nn.Module, precision: torch.dtype | None = None) -> nn.Module:
-    """The loop by hand, on the GPU."""
+    """The reference: a loop by hand, on the GPU."""
     x, y = (t.cuda() for t in data())
     module = copy.deepcopy(start).cuda()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)

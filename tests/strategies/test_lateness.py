@@ -1,4 +1,4 @@
-"""A live replica that does not come is named by the replicas that wait for it."""
+"""Replicas that wait for a live but late replica name it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_late_one_is_named(op: str, caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize("op", ["shared_memory", "ring"])
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_late_one_is_given_up(op: str, late: int) -> None:
-    """A loop of another length: the others wait as long as the strategy was told to."""
+    """A replica has a longer loop: the others wait for the strategy's `Patience`."""
 
     def uneven() -> None:
         replica = sg.current_replica()
@@ -61,7 +61,7 @@ def test_the_late_one_is_given_up(op: str, late: int) -> None:
 
 @pytest.mark.timeout(60)
 def test_another_number_of_backward_passes() -> None:
-    """What cannot be refused beforehand ends, on every replica."""
+    """It cannot be refused beforehand, but ends with an error on every replica."""
 
     def train() -> None:
         net = nn.Linear(2, 1)

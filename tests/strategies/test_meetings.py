@@ -132,7 +132,7 @@ class ByHand:
         self.unmet[number] *= mix > 0
 
     def meet(self) -> None:
-        """A fragment under way is met first."""
+        """Hold the meeting of a call's end; a fragment under way comes first."""
         if self.travels is not None:
             self.end()
         for number in range(len(self.fragments)):
@@ -161,7 +161,7 @@ def fitted(made: Any, epochs: int = EPOCHS, **options: Any) -> tuple[sg.Model, d
 
 
 def looped(made: Any, folder: Path | None = None, end: int = -1) -> list[Tensor]:
-    """The same in a custom loop, maybe with checkpoints, and left after `end` batches."""
+    """The same in a custom loop, with checkpoints if given, and left after `end` batches."""
     torch.manual_seed(7)
     module = mlp().double()
     loader = DataLoader(TensorDataset(*rows()), batch_size=BATCH)
@@ -182,7 +182,7 @@ def looped(made: Any, folder: Path | None = None, end: int = -1) -> list[Tensor]
 
 @pytest.mark.parametrize(("op", "name"), BOTH)
 def test_fit_and_loops_are_what_the_formula_says(op: str, name: str) -> None:
-    """With Adam, shares of unequal size and one without rows."""
+    """With Adam, unequal shares and one empty share."""
     expected = ByHand(SYNCS[name], 3).train()
     with strategy(3, cross_device_ops=op, sync=SYNCS[name]) as made:
         model, history = fitted(made, validation_data=rows())
@@ -200,7 +200,7 @@ def test_fit_and_loops_are_what_the_formula_says(op: str, name: str) -> None:
 
 
 def goes_on(made: Any, seen: Path) -> list[Tensor]:
-    """The second replica sends a part when the first has made another update after sending its."""
+    """The second replica sends a fragment only after the first has made one more update."""
     chief, module = sg.current_replica().is_chief, mlp().double()
     loader = DataLoader(TensorDataset(*rows()), batch_size=8)  # 7 batches
     model, optimizer, shares = made.prepare(module, adam(module.parameters()), loader)
@@ -224,7 +224,7 @@ def test_updates_are_made_before_others_have_sent_their_part(wire: Any, tmp_path
 
 
 def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
-    """Where nothing is learned, the mean over replicas' own rows is the loss of one device."""
+    """Without learning, the mean over the replicas' own rows is the loss of one device."""
     x, y = rows()
     losses = []
     for sync in (None, sg.LocalSteps(3), sg.Gossip()):
@@ -242,7 +242,7 @@ def test_the_loss_of_an_epoch_is_that_of_all_rows() -> None:
 
 
 def uneven() -> tuple[Tensor, Tensor]:
-    """In the first batch no target of the first replica counts, in the third none at all."""
+    """Rows whose targets do not count: the first replica's in batch 1, all in batch 3."""
     x, y = rows(32)
     y[9::3] = y[0:4] = y[16:24] = -100
     return x, y
@@ -253,7 +253,7 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def ignoring(made: Any, weight: Tensor | None = None) -> Tensor:
-    """All weights after each update, two backward passes each, in a custom loop."""
+    """Return all weights after each update of a custom loop with two backward passes."""
     module = mlp().double()
     loader = DataLoader(TensorDataset(*uneven()), batch_size=8)
     model, optimizer, shares = made.prepare(module, plain_sgd(module.parameters()), loader)
@@ -283,7 +283,7 @@ def test_a_share_without_a_target_adds_nothing_in_a_loop() -> None:
 
 
 def test_a_share_without_a_target_adds_nothing_in_fit() -> None:
-    """And the exact steps before are exact, several batches an update or not."""
+    """The updates before the first meeting equal one device's, with accumulation or without."""
     x, y = uneven()
     for accumulate in (1, 2):
         expected = by_hand(
@@ -311,7 +311,7 @@ KEPT = {
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_fit_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """From a checkpoint in mid-epoch; each replica has its own state of Adam."""
+    """From a checkpoint within an epoch; each replica has its own state of Adam."""
     plan = sg.Checkpoints(tmp_path / "whole", every=6, keep=99)
     with strategy(2, cross_device_ops="ring", sync=KEPT[name]) as made:
         expected, _ = fitted(made, checkpoint=plan)
@@ -351,7 +351,7 @@ WIDE, EVERY = 1000, 4
 
 
 def counted(made: Any) -> float:
-    """Bytes that this replica sends in a round of EVERY updates."""
+    """Return the bytes that this replica sends in a round of EVERY updates."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, 10))
     few = TensorDataset(torch.randn(6, WIDE), torch.arange(6))
@@ -420,7 +420,7 @@ def test_what_cannot_go_together_is_refused() -> None:
 
 
 def skipping(made: Any, scaled: bool) -> None:
-    """Steps by a scaler, which may skip some; or one is skipped by an if."""
+    """Train with steps that a scaler or an `if` skips."""
     module = mlp()
     loader = DataLoader(TensorDataset(*data(40)), batch_size=8)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -480,7 +480,7 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 
 def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Path) -> None:
-    """Two processes that were started with TF_CONFIG."""
+    """Two processes with TF_CONFIG."""
     addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
     running = []
     for index in range(2):
@@ -564,7 +564,7 @@ def left_apart(made: Any) -> None:
 
 
 def test_a_part_that_only_some_have_sent_is_told_in_its_own_call() -> None:
-    """At 4 updates a fragment is under way, which the next call would receive; at 3 none is."""
+    """After 4 updates a fragment is under way, which the next call would receive; not after 3."""
     with (
         strategy(2, cross_device_ops="ring", sync=sg.DiLoCo(4, overlap=1)) as made,
         pytest.raises(sg.UsageError, match=r"replicas have made \[4, 3\] updates"),

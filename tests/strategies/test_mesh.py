@@ -1,4 +1,4 @@
-"""Rows of pipelines give the weights, losses and metrics of one device, whatever rows each has.
+"""A mesh of pipelines gives the weights, losses and metrics of one device for all shares.
 
 The reference is a loop written by hand on one device.
 """
@@ -46,7 +46,7 @@ def three() -> Iterator[sg.Mesh]:
 
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_every_number_of_rows(two: sg.Mesh, three: sg.Mesh, make: Any) -> None:
-    """Also fewer than pipelines, as a last batch and as the first."""
+    """Also fewer rows than pipelines, in the last batch and in the first."""
     module = deep()
     for rows in (1, 5):
         x, y = doubles(8 + rows)
@@ -60,7 +60,7 @@ def test_every_number_of_rows(two: sg.Mesh, three: sg.Mesh, make: Any) -> None:
 
 
 class Counted(nn.Module):
-    """Notes the rows that come through it, by process."""
+    """Records the rows that pass through it, by process."""
 
     def __init__(self, folder: Path, name: str) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Counted(nn.Module):
 
 
 def test_every_process_computes_its_rows_and_layers(two: sg.Mesh, tmp_path: Path) -> None:
-    """The second row's processes, which measure nothing: 8 of 16 rows, in 2 microbatches."""
+    """The processes of the second pipeline, which measure nothing, compute 8 of 16 rows."""
     first, second = Counted(tmp_path, "first"), Counted(tmp_path, "second")
     module = nn.Sequential(nn.Linear(6, 8), first, nn.Linear(8, 8), second, nn.Linear(8, 4))
     with sg.PipelineStrategy(cpus(4), 2, split=["2"], data=2, patience=PATIENT) as on:
@@ -87,7 +87,7 @@ def test_every_process_computes_its_rows_and_layers(two: sg.Mesh, tmp_path: Path
 
 
 def test_losses_and_metrics_are_those_of_one_device(two: sg.Mesh) -> None:
-    """Targets that are ignored lie in one row only; sample weights; a sum."""
+    """Ignored targets in only one pipeline's share, sample weights, and a loss that is a sum."""
     module, (x, y) = deep(), doubles(41)
     y[:8] = -100
     y[16:28] = -100
@@ -136,7 +136,7 @@ def test_schedules_skips_and_ties(schedule: str) -> None:
 
 
 class Sometimes(nn.Module):
-    """Uses one of its layers for some values only."""
+    """Uses one of its layers only for some values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Sometimes(nn.Module):
 
 
 def test_a_parameter_without_a_gradient_does_not_move(two: sg.Mesh) -> None:
-    """With momentum a gradient of zero would move it; where one row has one, all follow."""
+    """With momentum a zero gradient would move it; if one pipeline has a gradient, all have it."""
     module = nn.Sequential(Sometimes(), nn.Linear(6, 4)).double()
     x, y = doubles(48)
     x = x.clamp(max=1.5)
@@ -169,7 +169,7 @@ def test_a_parameter_without_a_gradient_does_not_move(two: sg.Mesh) -> None:
 
 
 class Halve(sg.callbacks.Callback):
-    """Writes past autograd into what only the first row shares with it."""
+    """Writes, unseen by autograd, into memory that only the first pipeline shares."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         for param in self.model.module.parameters():
@@ -188,7 +188,7 @@ def test_what_callbacks_write_is_followed_by_all_rows(two: sg.Mesh) -> None:
 
 
 def test_a_training_goes_on_exactly(two: sg.Mesh, tmp_path: Path) -> None:
-    """On another number of rows and stages; and the saved file loads anywhere."""
+    """It resumes with another number of pipelines and stages; the file loads anywhere."""
     module, (x, y) = deep(), doubles(64)
     plan, again = sg.Checkpoints(tmp_path / "run", every=1), {"epochs": 3, "optimizer": adam}
     whole = by_hand(module, adam, F.cross_entropy, x, y, batch=16, epochs=3)
@@ -216,7 +216,7 @@ def test_dropout_is_repeatable(two: sg.Mesh) -> None:
 
 @pytest.mark.parametrize("kind", ["raise", "SIGKILL"])
 def test_a_stage_of_the_second_row_is_named(two: sg.Mesh, kind: str) -> None:
-    """Every process but the first fails; whichever was first is named."""
+    """Every process but the first one fails; the error names the earliest."""
     module = nn.Sequential(deep(1), Mishap(kind))
     began = time.monotonic()
     kinds = {"raise": sg.ReplicaFailed, "SIGKILL": sg.ReplicaLost}

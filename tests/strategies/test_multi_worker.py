@@ -1,7 +1,7 @@
 """Several workers, each a process with TF_CONFIG (or torchrun's variables), on this machine.
 
-They must reach the weights of one device, only the chief may write, and nobody may wait in
-silence: whoever is missing, late, dead, stopped, failed or gone is named on the others.
+They must reach the weights of one device, only the chief may write, and no worker may wait in
+silence: a missing, late, dead, stopped or failed worker is named on the others.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def alone(rows: int = 100, epochs: int = 2) -> nn.Module:
 
 
 class Cluster:
-    """Workers on ports of 127.0.0.1, which the test starts."""
+    """Workers on ports of 127.0.0.1; the test starts each of them."""
 
     def __init__(self, scripts: Nursery, where: Path, count: int = 2, name: str = "worker") -> None:
         self.addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
@@ -171,7 +171,7 @@ def test_same_weights_and_only_the_chief_writes(
 def test_what_only_the_chief_has_reaches_the_others(
     two: Cluster, tmp_path: Path, how: str | None
 ) -> None:
-    """Its callbacks, its file, and the optimizer's state in it."""
+    """The chief's callbacks and file, with the optimizer's state, reach the other workers."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r})
@@ -197,7 +197,7 @@ def test_what_only_the_chief_has_reaches_the_others(
 def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
     """Four replicas in two processes; one strategy after another on the same addresses.
 
-    In the end worker 1 leaves, though worker 0 goes on: its replicas wait for two that are gone.
+    At the end worker 1 leaves, but worker 0 goes on, and waits for two replicas that are gone.
     """
     everybody = two.all(
         """
@@ -227,7 +227,7 @@ def test_two_devices_each(two: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_unequal_workers_and_the_death_of_a_follower(two: Cluster, tmp_path: Path) -> None:
-    """One device here, two there. The follower of worker 1 dies: worker 0 names it."""
+    """Worker 0 has one device, worker 1 two. The follower of worker 1 dies: worker 0 names it."""
     everybody = two.all(
         """
         devices = ["cpu:0", "cpu:1"][: me + 1]
@@ -253,7 +253,7 @@ def test_unequal_workers_and_the_death_of_a_follower(two: Cluster, tmp_path: Pat
 
 @pytest.mark.parametrize("how", BOTH)
 def test_unseeded_workers_end_alike(two: Cluster, tmp_path: Path, how: str | None) -> None:
-    """Neither weights nor order of the data were the same at the start."""
+    """The initial weights and the order of the data differ."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r})
@@ -273,7 +273,7 @@ def test_unseeded_workers_end_alike(two: Cluster, tmp_path: Path, how: str | Non
 
 
 def test_a_worker_of_one_device_is_its_replica_outside_of_run_too(two: Cluster) -> None:
-    """So that `if sg.current_replica().is_chief:` does once what it should do once."""
+    """So that a block under `if sg.current_replica().is_chief:` runs once."""
     everybody = two.all(
         """
         def who():
@@ -337,7 +337,7 @@ def test_nobody_leaves_before_all_are_up(two: Cluster) -> None:
 
 @pytest.mark.slow
 def test_workers_that_never_come(scripts: Nursery, tmp_path: Path) -> None:
-    """Chief and worker, each of a cluster of its own, are left alone."""
+    """The chief of one cluster and a worker of another wait in vain."""
     source = "sg.MultiWorkerMirroredStrategy(patience=sg.Patience(arrive=3))"
     clusters = [Cluster(scripts, tmp_path, 3, f"lonely{i}-") for i in range(2)]
     start = time.monotonic()
@@ -356,7 +356,7 @@ def test_workers_that_never_come(scripts: Nursery, tmp_path: Path) -> None:
 def test_a_waiting_worker_can_be_ended(
     scripts: Nursery, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """It ends at once, be it the chief, which listens, or a worker, which connects."""
+    """The chief, which listens, and a worker, which connects, both end at once."""
     clusters = [Cluster(scripts, tmp_path, name=f"waits{i}-") for i in range(2)]
     waiting = [
         cluster.start(i, "sg.MultiWorkerMirroredStrategy()") for i, cluster in enumerate(clusters)
@@ -389,7 +389,7 @@ def test_a_wrong_secret_is_refused(two: Cluster) -> None:
 
 
 def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
-    """They would wait for each other on different addresses."""
+    """They would otherwise wait for each other on different addresses."""
     everybody = two.all(
         ["sg.MultiWorkerMirroredStrategy('ring')", "sg.MultiWorkerMirroredStrategy()"]
     )
@@ -408,7 +408,7 @@ def test_workers_that_add_up_differently_are_refused(two: Cluster) -> None:
     ],
 )
 def test_workers_with_other_options_are_refused(two: Cluster, option: str, words: str) -> None:
-    """They would add up different bytes, or wait for each other on different addresses."""
+    """They would otherwise all-reduce different bytes, or wait on different addresses."""
     everybody = two.all(
         [f"sg.MultiWorkerMirroredStrategy({option})", "sg.MultiWorkerMirroredStrategy()"]
     )
@@ -426,7 +426,7 @@ def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_death_while_process_groups_form(two: Cluster, dead: int) -> None:
-    """It dies after all have arrived, before the ring is closed."""
+    """A worker dies after all have arrived, before the ring is complete."""
     die = "from stratagem.training import placement; placement._connect = lambda *a: os._exit(3)"
     ring = "sg.MultiWorkerMirroredStrategy('ring')"
     everybody = [two.start(i, f"{die}\n{ring}" if i == dead else ring) for i in range(2)]
@@ -479,7 +479,7 @@ def test_a_worker_raises(two: Cluster, how: str | None, bad: int) -> None:
 
 
 def test_a_script_fails_between_two_fits(two: Cluster) -> None:
-    """Outside of any call: the interpreter's end tells the others why."""
+    """Outside of any call, the end of the interpreter tells the other workers why."""
     everybody = two.all(
         """
         strategy = sg.MultiWorkerMirroredStrategy()
@@ -508,7 +508,7 @@ def test_a_script_fails_between_two_fits(two: Cluster) -> None:
     ],
 )
 def test_a_worker_leaves_early(two: Cluster, how: str | None, then: str) -> None:
-    """It leaves by the end of its script, or by closing its strategy."""
+    """The worker leaves by the end of its script, or by closing its strategy."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r})
@@ -556,7 +556,7 @@ def test_workers_that_disagree_about_the_number_of_epochs(two: Cluster) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", BOTH)
 def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) -> None:
-    """It answers, but does not come; in the end all tasks raise, that task included."""
+    """The worker answers, but does not come; in the end all tasks raise, that worker included."""
     everybody = two.all(
         f"""
         strategy = sg.MultiWorkerMirroredStrategy({how!r}, patience=sg.Patience(step=3))
@@ -578,7 +578,7 @@ def test_a_worker_that_does_not_come_is_given_up(two: Cluster, how: str | None) 
 
 @pytest.mark.slow
 def test_a_worker_is_stopped_and_woken(scripts: Nursery, tmp_path: Path) -> None:
-    """Named on the other's log within seconds; woken, it goes on to the same weights."""
+    """The other worker's log names it within seconds; woken, it reaches the same weights."""
     clusters = [Cluster(scripts, tmp_path, name=f"{how}-") for how in BOTH]
     both = [
         cluster.all(

@@ -1,5 +1,4 @@
-"""A job and an outsider without the secret: nothing to read, to write or to fill, and no way to
-end the job or to slow it down."""
+"""An outsider without the secret cannot read or write data of a job, end it or slow it down."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ for part in (0.3, 1.0, 0.3):
 
 
 def start(hosts: Hosts, kind: str, folder: Path) -> list[Popen[str]]:
-    """A job over two hosts; the chief comes first."""
+    """Start a job over two hosts; the chief comes first."""
     train, serve = folder / "train.py", folder / "serve.py"
     train.write_text(WATCH + TRAIN)
     serve.write_text(WATCH + SERVE)
@@ -114,7 +113,7 @@ def start(hosts: Hosts, kind: str, folder: Path) -> list[Popen[str]]:
 
 
 def seconds_an_epoch(tasks: list[Popen[str]]) -> float:
-    """Wait for the training under way; the chief's figure."""
+    """Wait for the training under way; return the chief's seconds."""
     found, heard = [], ""
     for task in tasks:
         said = None if "train.py" in str(task.args) else True  # a server says nothing
@@ -137,13 +136,13 @@ def go_on(tasks: list[Popen[str]]) -> None:
 
 
 def attended(folder: Path) -> dict[str, tuple[float, float]]:
-    """Of each task: a time, and how much processor time strangers had cost it then."""
+    """Return a time for each task, and the processor time that outsiders had cost it by then."""
     found = {file.stem: file.read_text().split() for file in folder.glob("*.door")}
     return {task: (float(when), float(spent)) for task, (when, spent) in found.items()}
 
 
 def ports(hosts: Hosts, host: int) -> list[str]:
-    """Where something listens on a host, but for its own loopback."""
+    """Return the addresses at which a host listens, except for loopback."""
     table = hosts.start(host, "cat", "/proc/net/tcp", "/proc/net/tcp6").communicate(timeout=20)[0]
     rows = [line.split() for line in table.splitlines() if ": " in line]
     found = [row[1].split(":") for row in rows if row[3] == "0A"]
@@ -184,7 +183,7 @@ def test_a_job_outlives_a_thousand_connections_at_every_port(kind: str, tmp_path
 
 def test_a_port_that_is_shut_accepts_nobody_and_keeps_who_is_there() -> None:
     def make() -> tuple[socket.socket, socket.socket]:
-        """What is to be shut, and the server of another thread."""
+        """The socket to shut, and the server of another thread."""
         return socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
 
     (server, other), found = listening(make)
@@ -205,7 +204,7 @@ def test_a_port_that_is_shut_accepts_nobody_and_keeps_who_is_there() -> None:
 
 
 def groups(host: str, size: int) -> tuple[list[ProcessGroup], list[socket.socket]]:
-    """The members of a Gloo group, in threads of this process, and what listens since."""
+    """Return the members of a Gloo group, in threads of this process, and its new listeners."""
     store = dist.HashStore()
 
     def make() -> list[ProcessGroup]:

@@ -1,4 +1,4 @@
-"""A pipeline gives the weights, losses and metrics of one device, whatever the rows and the split.
+"""A pipeline gives the weights, losses and metrics of one device for all rows and splits.
 
 The reference is a loop written by hand on one device.
 """
@@ -27,7 +27,7 @@ Pipe = Callable[..., sg.PipelineStrategy]
 
 @pytest.fixture(scope="module")
 def pipe() -> Iterator[Pipe]:
-    """Pipelines by their settings; those that were made are used again."""
+    """Return a pipeline with these settings; pipelines are made once and reused."""
     made: dict[str, sg.PipelineStrategy] = {}
 
     def get(devices: int = 2, microbatches: Any = 4, **options: Any) -> sg.PipelineStrategy:
@@ -83,7 +83,7 @@ def doubles(rows: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_every_number_of_rows(pipe: Pipe, make: Any) -> None:
-    """From 1 to 2M + 1, also as a last batch behind a full one."""
+    """From 1 to 2M + 1 rows, also in a last batch after a full one."""
     module, microbatches = deep(), 3
     on = pipe(2, microbatches)
     for rows in range(1, 2 * microbatches + 2):
@@ -112,7 +112,7 @@ def test_schedules(pipe: Pipe, schedule: str) -> None:
 
 
 def shuffled(on: sg.Strategy) -> None:
-    """Two epochs, of which the second one's order follows from all that was drawn before."""
+    """Two epochs; the order of the second depends on all random numbers of the first."""
     found, (x, y), module = [], doubles(45), deep().double()
     for each in (sg.MirroredStrategy(cpus(1)), on):
         torch.manual_seed(5)
@@ -125,7 +125,7 @@ def test_rows_are_shuffled_as_on_one_device(pipe: Pipe) -> None:
 
 
 def test_a_device_runs_its_own_layers_only(pipe: Pipe) -> None:
-    """The first one also measures and checks, so the others are looked at."""
+    """The first device also measures and checks all layers, so the test looks at the others."""
     module, (x, y) = deep(2), doubles(48)  # layers with weights: 0, 1, 3, 5
     on = pipe(3, 4, split=["1", "3"])
     on.run(spread._begin)
@@ -140,7 +140,7 @@ def _weights_seen() -> int:
 
 
 def test_losses_are_divided_as_on_one_device(pipe: Pipe) -> None:
-    """Ignored targets and class weights that lie unevenly in the microbatches."""
+    """Ignored targets and class weights are distributed unevenly over the microbatches."""
     module, (x, y) = deep(), doubles(41)
     y[::3] = -100
     y[16:30] = -100
@@ -177,7 +177,7 @@ def test_sample_weights(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_clipping_by_the_norm_of_all_stages_and_accumulation(pipe: Pipe, accumulate: int) -> None:
-    """One of the stages has no parameter at all."""
+    """One of the stages has no parameters."""
     module, (x, y) = deep(), doubles(75)
     on = pipe(3, 4, split=["2", "3"])
     y[16:30] = -100
@@ -198,8 +198,7 @@ def test_clipping_by_the_norm_of_all_stages_and_accumulation(pipe: Pipe, accumul
 
 
 class Knotted(nn.Module):
-    """Skips over cuts, a tied weight, a layer used twice, a parameter of its own, writes in
-    place."""
+    """Has skips over cuts, a tied weight, a layer used twice, an own parameter, in-place writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +240,7 @@ def test_skips_ties_and_layers_used_twice(pipe: Pipe, devices: int) -> None:
 
 
 def test_what_is_written_in_place_is_read_behind_it(pipe: Pipe) -> None:
-    """The cut is before and behind the layer that writes, and a later stage reads the value."""
+    """The cut is before or after the layer that writes; a later stage reads the value."""
     module = Knotted().double()
     dice = torch.Generator().manual_seed(0)
     x, y = torch.randint(0, 11, (2, 23, 5), generator=dice)
@@ -293,7 +292,7 @@ def test_loaders_streams_metrics_and_validation(pipe: Pipe) -> None:
 
 
 def test_files_load_under_any_strategy_and_go_on(pipe: Pipe, tmp_path: Any) -> None:
-    """Weights and the optimizer's state of all stages, in one plain file."""
+    """One plain file has the weights and optimizer state of all stages."""
     module, (x, y) = deep(), doubles(48)
     one = by_hand(module, adam, F.cross_entropy, x, y, batch=16, epochs=2)
     model = fitted(pipe(2, 3), module, x, y, optimizer=adam, epochs=1)
@@ -320,7 +319,7 @@ def test_frozen_layers_and_parameters_that_nobody_uses(pipe: Pipe) -> None:
 
 
 def test_callbacks_see_and_change_everything(pipe: Pipe) -> None:
-    """The chief has every weight between two batches, and what it writes reaches every stage."""
+    """The chief has all weights between two batches, and its writes reach every stage."""
     module, (x, y) = deep(width=64), doubles(48)  # weights of several pages, which are let go
 
     class Halve(sg.callbacks.Callback):
@@ -345,7 +344,7 @@ def test_callbacks_see_and_change_everything(pipe: Pipe) -> None:
 
 
 class Marked(nn.Module):
-    """Tensors that forward makes of nothing, and a forward that depends on the mode."""
+    """A forward that creates tensors, and that depends on the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,8 +359,7 @@ class Marked(nn.Module):
 
 
 def test_constants_and_modes_that_callbacks_change(pipe: Pipe) -> None:
-    """What was traced for training is traced again when a callback ends that mode, or changes a
-    number that was read then."""
+    """The model is traced again if a callback changes the mode, or a number that forward reads."""
     module, (x, y) = Marked().double(), doubles(40)
 
     class Still(sg.callbacks.Callback):
@@ -384,7 +382,7 @@ def test_constants_and_modes_that_callbacks_change(pipe: Pipe) -> None:
 
 
 def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
-    """They would be cut at other rows than the inputs."""
+    """Targets would be cut at other rows than inputs."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Flatten(0, 1)).double()
     x = torch.randn(8, 5, 6).double()
@@ -415,7 +413,7 @@ class WithLoss(nn.Module):
 
 
 def test_a_loss_with_parameters_of_the_model(pipe: Pipe) -> None:
-    """They are used on the last device only."""
+    """Only the last device uses these parameters."""
     start, (x, y) = WithLoss(), doubles(40)
     one = copy.deepcopy(start)
     optimizer = sgd(one.parameters())
@@ -438,7 +436,7 @@ def test_single_precision(pipe: Pipe) -> None:
 
 
 def test_mixed_precision(pipe: Pipe) -> None:
-    """One device in bfloat16, with one microbatch; with several, products are rounded apart."""
+    """One microbatch equals one device in bfloat16; several are rounded separately."""
     module, (x, y) = mlp(), data(50)
     options: dict[str, Any] = {"optimizer": sgd, "precision": "bfloat16"}
     whole = by_hand(module, sgd, F.cross_entropy, x, y, batch=16)

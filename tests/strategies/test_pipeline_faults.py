@@ -1,4 +1,4 @@
-"""A pipeline's stage that raises, dies or stands still is named; a training goes on exactly."""
+"""A stage that raises, dies or stalls is named; a resumed training is exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two() -> Iterator[sg.PipelineStrategy]:
 
 
 class Mishap(nn.Module):
-    """Does something in a process that is not the first, in the third batch."""
+    """Acts in a process other than the first, in the third batch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_stage_that_is_late_is_named(
 
 
 def test_ctrl_c_leaves_weights_and_state_of_all_stages(two: sg.PipelineStrategy) -> None:
-    """What was trained until then is there, of every stage, and can be gone on with."""
+    """The chief has the weights and state of every stage, and can resume."""
 
     class Interrupt(sg.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -142,7 +142,7 @@ def _named(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Break(sg.callbacks.Callback):
-    """Ends a training in the middle."""
+    """Ends a training early."""
 
     def __init__(self, after: int) -> None:
         self.left = after
@@ -155,7 +155,7 @@ class Break(sg.callbacks.Callback):
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_training_goes_on_exactly(devices: int, tmp_path: Path) -> None:
-    """With dropout and shuffling, after 6 of 12 batches; on as many stages, and on others."""
+    """With dropout and shuffling, after 6 of 12 batches; on as many stages, or another number."""
     plan = sg.Checkpoints(tmp_path / "run", every=1)
     with sg.PipelineStrategy(cpus(2), 4) as on:
         whole = fit(on, net(dropout=0.5), 3, epochs=3)

@@ -1,7 +1,7 @@
-"""On a machine with a GPU: stages on it and beside it, with the answer of one device.
+"""Pipelines with stages on a GPU and on CPUs give the result of one device.
 
-One GPU is enough: its stage's neighbours are CPU stages, or other tasks on the same GPU. Messages
-go through the memory of the host.
+One GPU is enough: the neighbours of its stage are CPU stages, or other tasks on the same GPU.
+Messages go through the host's memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cpu:0"], ["cpu:0", "cuda:0", "cpu:1"]])
 def test_stages_on_a_gpu_and_on_cpus(devices: Sequence[str]) -> None:
-    """Any rows, skips, tied weights; parameters are where their stage is."""
+    """Any rows, skips, tied weights; parameters are on the device of their stage."""
     module, knotted = deep(), Knotted().double()
     dice = torch.Generator().manual_seed(0)
     words, targets = torch.randint(0, 11, (2, 23, 5), generator=dice)
@@ -60,7 +60,7 @@ def test_dropout_on_a_gpu_is_repeatable() -> None:
 
 
 def test_two_stages_on_one_gpu(tmp_path: Path) -> None:
-    """Each a task of its own; NCCL would refuse them."""
+    """Each stage is a task; NCCL would refuse two ranks on one GPU."""
     launcher = Launcher(tmp_path)
     train = TRAIN.replace("fitted(", "fitted_here(").replace("one(x)", "one(x.cpu())")
     script = f"""{HEAD}

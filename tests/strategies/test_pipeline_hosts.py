@@ -1,6 +1,6 @@
-"""A pipeline whose stages share no memory: messages between tasks of a cluster, and between hosts.
+"""Pipelines whose stages share no memory: messages between tasks of a cluster, and between hosts.
 
-Every stage has its own layers only while it trains. The reference is one device.
+During a training each stage has only its own layers. The reference is one device.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def apart_pair() -> Iterator[sg.PipelineStrategy]:
 def test_messages_carry_their_shape_and_keep_their_order(
     apart_pair: sg.PipelineStrategy,
 ) -> None:
-    """Both sides send before they read, of any size; also to themselves."""
+    """Both sides send messages of any size before they read, also to themselves."""
 
     def swap() -> list[Any]:
         replica = sg.current_replica()
@@ -76,7 +76,7 @@ def test_messages_carry_their_shape_and_keep_their_order(
 
 
 def test_numbers_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any) -> None:
-    """And the chief has no more than its own layers meanwhile."""
+    """During the training the chief has only its own layers."""
     held: set[tuple[int, ...]] = set()
     plain = PartedTensors.leave_home
 
@@ -113,7 +113,7 @@ def test_skips_and_ties(apart_pair: sg.PipelineStrategy, schedule: str) -> None:
 
 @pytest.mark.slow
 def test_rows_of_pipelines() -> None:
-    """22 rows in batches of 7, the last of one: a row of the mesh has none of it."""
+    """22 rows in batches of 7: the last batch has one, so a row of the mesh has none."""
     module, (x, y) = deep(), doubles(22)
     one = by_hand(module, adam, F.cross_entropy, x, y, batch=7)
     patient = sg.Patience(answer=30.0)  # processes are more than cores
@@ -124,7 +124,7 @@ def test_rows_of_pipelines() -> None:
 
 
 def test_a_keras_model(apart_pair: sg.PipelineStrategy) -> None:
-    """Weights and slots come home for validation, callbacks, another call."""
+    """The chief has weights and slots for validation, callbacks and another call."""
     x, y = numbers(22)
 
     class Halve(keras.callbacks.Callback):  # type: ignore[misc]
@@ -146,7 +146,7 @@ def test_a_keras_model(apart_pair: sg.PipelineStrategy) -> None:
 def test_a_failure_leaves_no_old_layers(
     apart_pair: sg.PipelineStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the other stage had is lost, and nobody takes the first weights for trained ones."""
+    """The layers of the lost stage are lost; its initial weights do not pass for trained ones."""
     x, y = doubles(22)
 
     def judge(output: Any, target: Any) -> Any:
@@ -172,7 +172,7 @@ SCRIPT = f'{HEAD}strategy = sg.PipelineStrategy(cross_device_ops="ring"){TRAIN}'
 
 
 def test_workers_of_a_cluster(two: Cluster) -> None:
-    """`sg.PipelineStrategy()` in a script that is started twice; one task a stage."""
+    """`sg.PipelineStrategy()` in a script that is started twice, one task per stage."""
     everybody = two.all(SCRIPT)
     end_well(everybody)
     assert all("exact True True 2" in each.out for each in everybody), everybody
@@ -266,7 +266,7 @@ SCRIPTS = {
 @needs_hosts
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_hosts(tmp_path: Path, name: str) -> None:
-    """Two tasks a host for the mesh, so that columns lie across the hosts."""
+    """The mesh has two tasks per host, so that its columns cross the hosts."""
     count, script, words = SCRIPTS[name]
     (tmp_path / "train.py").write_text(script)
     with Hosts(2) as hosts:

@@ -1,5 +1,4 @@
-"""A network that does not fit into one process trains in two: what `make demo-large` shows. And no
-stage takes more than its part of the memory."""
+"""A network that does not fit into one process trains in two, as in `make demo-large`."""
 
 from __future__ import annotations
 
@@ -29,8 +28,11 @@ def test_under_one_limit_one_device_fails_and_two_stages_train() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process holds")
 def test_a_stage_takes_its_part_of_the_memory() -> None:
-    """Also the first one, in which the model was made. The goal of 0.65 is for the benchmark's net;
-    on this one, a quarter of it, what a process has beside the model weighs more: 0.66 to 0.71."""
+    """Also the first stage, in which the model was made.
+
+    The goal of 0.65 is for the benchmark's net. This net is a quarter of it, so a process' other
+    memory weighs more: 0.66 to 0.71.
+    """
     command = [sys.executable, str(ROOT / "benchmarks" / "pipeline" / "memory.py")]
     command += ["--stages", "1,2", "--width", "1024"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do is refused in a sentence, and then nothing has been started."""
+"""A pipeline refuses what it cannot do with one sentence, before it starts processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_models_and_splits() -> None:
 
 
 class Noisy(nn.Module):
-    """Adds what is drawn once when it is traced, or counts how often it is called."""
+    """Adds a random number that tracing would freeze, or counts its calls."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_what_tracing_would_do_once_and_never_again(kind: str) -> None:
 
 
 def test_layers_that_are_not_the_model() -> None:
-    """What cannot be seen when it is traced is seen when it is tried."""
+    """A difference that tracing does not show is found in the dry run."""
     strategy = sg.PipelineStrategy(cpus(2), 2)
     model = sg.Model(Noisy("global"), strategy)
     model.compile(optimizer="sgd", loss=F.cross_entropy, check=False)

@@ -62,7 +62,7 @@ def sharded() -> Iterator[sg.ShardedStrategy]:
 def mirrored(
     request: pytest.FixtureRequest, two: sg.MirroredStrategy, three_ring: sg.MirroredStrategy
 ) -> sg.MirroredStrategy:
-    """Both ways to update: slices in shared memory, and a copy on every replica."""
+    """Strategies with both kinds of update: slices in shared memory, a copy on every replica."""
     return two if request.param == "sliced" else three_ring
 
 
@@ -73,7 +73,7 @@ def either(
     three_ring: sg.MirroredStrategy,
     sharded: sg.ShardedStrategy,
 ) -> sg.Strategy:
-    """The same, and gradients in slices, too."""
+    """The strategies of `mirrored`, and a sharded one."""
     return {"sliced": two, "replicated": three_ring, "sharded": sharded}[request.param]
 
 
@@ -113,7 +113,7 @@ def fitted(
 def test_every_operation_equals_one_device(
     several: sg.MirroredStrategy, name: str, batch: int
 ) -> None:
-    """331 rows: batches that divide, that do not, and a last batch of a single row."""
+    """331 rows: batches that divide evenly or not, and a last batch of a single row."""
     x, y = data()
     start = mlp()
     alone = by_hand(start, OPTIMIZERS[name], F.cross_entropy, x, y, batch=batch)
@@ -285,7 +285,7 @@ def test_losses_that_normalise_by_something_else(either: sg.Strategy, name: str)
 def test_double_precision_is_kept(
     mirrored: sg.MirroredStrategy, weighted: bool, accumulate: int
 ) -> None:
-    """Nothing on the way is float32: 49 and 97 are numbers whose float32 reciprocals show."""
+    """No step is in float32: the float32 reciprocals of 49 and 97 would show."""
     x, y = data(243)
     x, start = x.double(), mlp().double()
     rates = torch.rand(4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -323,7 +323,7 @@ def test_sample_weights(either: sg.Strategy) -> None:
 
 
 class Branches(nn.Module):
-    """Uses one branch or the other by the data; a third never; a tied and a frozen layer."""
+    """Uses one of two branches, depending on the data; has an unused, a tied and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,8 +345,8 @@ class Branches(nn.Module):
 def test_unused_frozen_and_shared_parameters(either: sg.Strategy) -> None:
     """A branch may be taken on one replica only, on some steps only, or nowhere.
 
-    Replicas see different first rows than one device, so the reference splits by hand as well and
-    adds up the pieces' gradients: what one device computes for the same pieces.
+    The branch depends on a share's first row, so the reference computes the same shares on one
+    device, and adds up their gradients.
     """
     x, y = data(64, seed=9)
     start = Branches()
@@ -558,7 +558,7 @@ def test_own_loop_with_every_operation(
 
 
 def loops_are_alike(several: sg.MirroredStrategy, options: dict[str, Any]) -> None:
-    """331 rows in batches of 110: the last batch has one row, and other replicas none."""
+    """Compare loops over 331 rows in batches of 110: the last batch has a single row."""
     options = {"shuffle": False, **options}
     x, y = data()
     start = mlp()
@@ -613,7 +613,7 @@ def test_a_module_prepared_again(two: sg.MirroredStrategy) -> None:
 
 @pytest.mark.parametrize("leave", ["at the end", "in the middle"])
 def test_a_loader_by_itself(three_ring: sg.MirroredStrategy, leave: str) -> None:
-    """Validation between the steps: every row once, and training does not notice."""
+    """Validation between the steps sees every row once, and does not affect training."""
     x, y = data(61)
     start = mlp()
 
@@ -657,7 +657,7 @@ def test_a_loader_by_itself(three_ring: sg.MirroredStrategy, leave: str) -> None
 
 
 class Sentences(IterableDataset[Any]):
-    """Numbered rows with two texts each, a stream or not."""
+    """A data set of numbered rows with two texts each, as a stream or a map."""
 
     def __init__(self, count: int) -> None:
         self.rows = [(f"a{i}", {"more": f"b{i}", "x": torch.tensor(i)}) for i in range(count)]
@@ -683,7 +683,7 @@ def test_texts_go_with_their_rows(three_ring: sg.MirroredStrategy, streamed: boo
 
 
 def test_a_loader_by_itself_may_train(three_ring: sg.MirroredStrategy) -> None:
-    """Prepared apart from the model; unequal and empty shares weigh what they should."""
+    """It is prepared apart from the model; unequal and empty shares have the right weights."""
     x, y = data(331)
 
     def train() -> nn.Module:
@@ -719,7 +719,7 @@ def test_prepare_refuses_what_is_neither(two: sg.MirroredStrategy) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_schedules_of_torch_do_not_complain(two: sg.MirroredStrategy, before: bool) -> None:
-    """They look at the optimizer's own step; made before or after prepare, they find it."""
+    """They check the optimizer's own step, which they find before or after prepare."""
 
     def train() -> float:
         model: Any = nn.Linear(6, 4)
@@ -757,7 +757,7 @@ def test_summed_losses_are_accumulated(two: sg.MirroredStrategy) -> None:
 
 
 class Heads(nn.Module):
-    """Two heads that have nothing in common."""
+    """A model with two heads that share nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -785,7 +785,7 @@ def test_a_backward_for_each_head(several: sg.MirroredStrategy) -> None:
 
 
 def surgery(on: sg.Strategy | None) -> nn.Module:
-    """The gradients of two losses, the first of which is kept while the second is made."""
+    """Train with the gradients of two losses; the first is kept during the second backward."""
     x, y = data(40)
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

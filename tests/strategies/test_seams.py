@@ -1,5 +1,4 @@
-"""Where capabilities meet that were made apart: pipelines and modes, wires and checkpoints, elastic
-jobs and slices, loops and models of their own."""
+"""Combinations of features: pipelines and modes, wires and checkpoints, elastic jobs and slices."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Gated(nn.Module):
-    """Layers in another order in each mode of one part, so that one changes its stage."""
+    """Has another order of layers in each mode of one part, so that a layer changes its stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +38,7 @@ class Gated(nn.Module):
 
 
 class CloseGate(sg.callbacks.Callback):
-    """In the first epoch alone."""
+    """Puts the gate in evaluation mode for the first epoch only."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.model.module.gate.train(epoch > 0)
@@ -123,7 +122,7 @@ def test_a_death_while_slices_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_replica_parts_a_model_from_those_that_left() -> None:
-    """A model that was prepared for two is prepared again for one."""
+    """A model that was prepared for two replicas is prepared again for one."""
     torch.manual_seed(0)
     model, x = nn.Linear(4, 1), torch.randn(8, 4)
     expected = torch.autograd.grad(model(x).mean(), model.weight)[0]

@@ -31,7 +31,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Own(nn.Module):
-    """A forward of its own, so that gradients come as products; one parameter is never used."""
+    """Has an own forward, so that gradients come as products; one parameter is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def test_one_device(
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_custom_loop(several: sg.ShardedStrategy, name: str) -> None:
-    """The result of one device; parameters once, the state of each where it is stepped."""
+    """The result of one device; one set of parameters, and state only where it is stepped."""
     x, y = data(47)
     x, start, make = x.double(), Own().double(), OPTIMIZERS[name]
     clip = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.05)}
@@ -175,7 +175,7 @@ def test_clipping_is_by_the_norm_of_all_slices(several: sg.ShardedStrategy) -> N
 
 
 class Watched(sg.callbacks.Callback):
-    """What the chief holds after a batch."""
+    """Records the chief's memory after a batch."""
 
     def __init__(self) -> None:
         self.kept: list[int] = []
@@ -278,7 +278,7 @@ class Half(nn.Module):
 
 
 def test_a_layer_that_was_used_before_has_no_gradient(pair: sg.ShardedStrategy) -> None:
-    """What it had then is still in memory, and must not count in the norm."""
+    """Its earlier gradient is still in memory, and must not count in the norm."""
     x, y = data(80)
     x[:40, 0], x[40:, 0] = 1.0, -1.0
     clip: dict[str, Any] = {"before_step": lambda m: clip_grad_norm_(m.parameters(), 0.1)}
@@ -288,7 +288,7 @@ def test_a_layer_that_was_used_before_has_no_gradient(pair: sg.ShardedStrategy) 
 
 
 def test_a_layer_that_one_replica_uses(pair: sg.ShardedStrategy) -> None:
-    """Only the second replica's rows need it; the first has nothing to add there."""
+    """Only the second replica's rows use it; the first replica has no gradient for it."""
     x, y = data(40)
     x[:20, 0], x[20:, 0] = -1.0, 1.0
     start = Half()
@@ -304,7 +304,7 @@ def test_a_layer_that_one_replica_uses(pair: sg.ShardedStrategy) -> None:
 
 
 def test_factors_here_and_a_product_there(pair: sg.ShardedStrategy) -> None:
-    """Of 300 rows the table of factors has room for 256, so the second replica multiplies."""
+    """The table of factors has room for 256 of 300 rows, so the second replica multiplies."""
     x, y = data(300)
     start = wide()
     alone = by_hand(start, OPTIMIZERS["sgd"], F.cross_entropy, x, y, batch=300)

@@ -1,7 +1,7 @@
 """ShardedStrategy over workers of a cluster: each a process with TF_CONFIG on this machine.
 
-Over shared memory they have one set of everything; over Gloo, as between machines, each has its
-rows. A worker that dies is named on the others.
+Over shared memory they have one set of parameters; over Gloo, as between machines, each has its
+shard. A worker that dies is named on the others.
 """
 
 from __future__ import annotations

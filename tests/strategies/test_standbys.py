@@ -1,4 +1,4 @@
-"""Standbys take the places of replicas that die in the midst of a step, and nobody else notices."""
+"""Standbys take the places of replicas that die during a step; other replicas do not notice."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ ROWS, BATCH, EPOCHS = 192, 48, 16
 
 
 def deadly(folder: Path, pause: float) -> Any:
-    """A loss that takes a while, and kills the replica whose name is in the folder; where a number
-    stands there, so many steps later."""
+    """Return a slow loss that kills the replica whose name is in the folder.
+
+    If the file has a number, the replica dies so many steps later.
+    """
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(pause)
@@ -58,7 +60,7 @@ def deadly(folder: Path, pause: float) -> Any:
 
 
 class Kills(sg.callbacks.Callback):
-    """Has each follower die in a step, once its standby is ready."""
+    """Makes each follower die during a step, once its standby is ready."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
         self.strategy, self.folder = strategy, folder
@@ -78,7 +80,7 @@ class Kills(sg.callbacks.Callback):
 
 
 class Counting(nn.Tanh):
-    """Counts its calls, which standbys leave out."""
+    """Counts its calls, which standbys do not repeat."""
 
     calls = 0
 
@@ -97,7 +99,7 @@ class Slowing(torch.optim.SGD):
 
 
 class Odd(torch.optim.SGD):
-    """Has a state that does not travel."""
+    """An optimizer with state that cannot be sent."""
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
@@ -133,7 +135,7 @@ def train(
 
 
 def note_falls(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """Why replicas have come together anew."""
+    """Record the reasons for regroupings."""
     falls: list[BaseException] = []
     plain = ReplicaGroup._fall
     monkeypatch.setattr(
@@ -148,8 +150,10 @@ def note_falls(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 def test_a_death_in_a_step(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Copies of the model (float64), and slices of one in shared memory (float32). Nobody draws
-    what another has drawn, those who take a place included."""
+    """With copies of the model (float64), and with slices of a shared one (float32).
+
+    No two replicas draw the same random numbers, standbys included.
+    """
     falls = note_falls(monkeypatch)
     devices = [f"cpu:{i}" for i in range(3)]
     with (
@@ -182,7 +186,7 @@ def test_a_death_in_a_step(
 def test_what_a_standby_is_not_told(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What steps write beside weights and state: replicas come together anew, and have it all."""
+    """Replicas regroup if steps write more than weights and state, and then have all of it."""
 
     class InAnEpoch(sg.callbacks.Callback):  # between batches nobody is told anything
         def __init__(self, strategy: Any, folder: Path) -> None:
@@ -208,8 +212,7 @@ def test_what_a_standby_is_not_told(
 
 @pytest.mark.slow
 def test_two_die_and_one_has_no_standby(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All come together anew; nobody waits for the standby that takes the other's place just then,
-    and it is not left behind."""
+    """All replicas regroup, without waiting for the standby that is taking the other's place."""
     monkeypatch.setattr("stratagem.cluster.star.LINGER", 40.0)
     falls, sent = note_falls(monkeypatch), list[int]()
     start, send = Standbys._start, Standbys._send_into_step
@@ -282,7 +285,7 @@ def loss(output, target):
 def test_who_takes_a_place_has_imported_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without standbys, too: nobody waits for modules of the user's, nor for a fork."""
+    """Also without standbys, no replica waits for imports of the user's modules, or for a fork."""
     imported = tmp_path / "imported"
     (tmp_path / "slow_to_import.py").write_text(SLOW_TO_IMPORT)
     monkeypatch.syspath_prepend(tmp_path)

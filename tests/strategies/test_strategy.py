@@ -1,4 +1,4 @@
-"""The strategy's own verbs on real replicas: run, reduce, gather, scope, prepare, close."""
+"""The methods of a strategy on real replicas: run, reduce, gather, scope, prepare, close."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_inside_numbers_are_reduced_too(three: sg.MirroredStrategy) -> None:
 
 
 def test_each_replica_has_its_own_dice(three: sg.MirroredStrategy) -> None:
-    """They follow the caller's seed; the caller's own sequence goes on as if it were alone."""
+    """The replicas' rngs follow the caller's seed; the caller's rng goes on as if alone."""
 
     def roll() -> tuple[float, float, float]:
         return float(torch.rand(())), float(np.random.rand()), random.random()
@@ -153,7 +153,7 @@ REDUCED = [
 def test_reduce(
     two: sg.MirroredStrategy, values: list[list[float]], op: str, axis: int | None, expected: Any
 ) -> None:
-    """Of what `run` returned, and inside the replicas themselves."""
+    """`reduce` of what `run` returned, and inside the replicas."""
 
     def mine() -> Tensor:
         return torch.tensor(values[sg.current_replica().index])
@@ -311,7 +311,7 @@ def test_close_and_use_again() -> None:
 
 
 def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrategy) -> None:
-    """It is told so; one that was not in use yet is the child's own from then on."""
+    """The child gets an error; an unused strategy is the child's own from then on."""
     fresh = strategy(2)
     pids = two.run(os.getpid)
 
@@ -329,7 +329,7 @@ def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrate
 
 
 def exit_code_of(work: Any) -> int | None:
-    """How a forked child that does this ends."""
+    """Run `work` in a forked child, and return its exit code."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     child.join(PATIENCE)
@@ -347,7 +347,7 @@ def test_threads_of_the_caller_are_given_back(two: sg.MirroredStrategy) -> None:
 
 
 def test_the_default_type_of_the_caller_is_carried(two: sg.MirroredStrategy) -> None:
-    """As it is at each call: layers made inside have it on every replica."""
+    """Layers made on any replica have the caller's default type at the time of the call."""
     before = torch.get_default_dtype()
     for dtype in (torch.float64, before):
         torch.set_default_dtype(dtype)
@@ -388,7 +388,7 @@ def _plain(value: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 def test_a_replica_may_write_into_its_arguments(three: sg.MirroredStrategy, kind: str) -> None:
-    """Each replica has its own: followers a private copy, the caller the very object it gave."""
+    """Followers have private copies of the arguments, the caller the objects themselves."""
     value: Any = torch.ones(LARGE) if kind == "tensor" else np.ones(LARGE, dtype=np.float32)
 
     def double(given: Any) -> tuple[float, float]:
@@ -403,7 +403,7 @@ def test_a_replica_may_write_into_its_arguments(three: sg.MirroredStrategy, kind
 
 @pytest.mark.parametrize("op", OPS)
 def test_large_parameters_are_not_shared_by_followers(op: str) -> None:
-    """Layers of over 64 KiB on three replicas, with state of the optimizer carried on."""
+    """Layers of over 64 KiB on three replicas, with optimizer state from an earlier call."""
     torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 4))
     assert start[0].weight.nbytes > 1 << 16
@@ -418,7 +418,7 @@ def test_large_parameters_are_not_shared_by_followers(op: str) -> None:
 
 
 def freezing_loop(where: sg.Strategy) -> list[float]:
-    """A loop of one's own that freezes a layer on the way, on every replica."""
+    """A custom loop that freezes a layer during the training, on every replica."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)

@@ -32,7 +32,7 @@ Group = Callable[..., sg.TensorParallelStrategy]
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Group]:
-    """Strategies by their settings; those that were made are used again."""
+    """Return a strategy with these settings; strategies are made once and reused."""
     made: dict[str, sg.TensorParallelStrategy] = {}
 
     def get(devices: int = 2, **options: Any) -> sg.TensorParallelStrategy:
@@ -118,7 +118,7 @@ class Picture(nn.Module):
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_convolutions_and_batch_norm(group: Group, devices: int) -> None:
-    """By channels: statistics of all rows, running ones too; a norm that is not divided as well."""
+    """Divided by channels, with (running) statistics of all rows; also an undivided norm."""
     module = Picture().double()
     dice = torch.Generator().manual_seed(0)
     x = torch.randn(21, 3, 8, 8, generator=dice).double()
@@ -133,7 +133,7 @@ def test_convolutions_and_batch_norm(group: Group, devices: int) -> None:
 
 
 class Line(nn.Module):
-    """Of any length, unless the linear layer takes all that it has."""
+    """Takes inputs of any length, unless a linear layer takes all features."""
 
     def __init__(self, width: int = 1) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_flattened_channels_of_batches_of_several_lengths(group: Group) -> None:
 
 
 def test_a_batch_that_is_too_short_for_the_model(group: Group) -> None:
-    """Refused, since one device refuses it: parts of another size are not put together."""
+    """It is refused, as on one device."""
     on = group(plan={"hidden": "columns"})
     with pytest.raises(sg.StratagemError, match=r"12 elements of axis 1.*first batch had 18"):
         fitted(on, Line(36).double(), lines(6, 4), batch=None)
@@ -198,7 +198,7 @@ def test_attention_and_tied_weights(group: Group, devices: int) -> None:
 
 
 def test_dropout_draws_what_one_device_draws(group: Group) -> None:
-    """On divided values, on attention weights and on whole values alike."""
+    """Dropout of divided values, attention weights and whole values."""
     module, (x, y) = Words(0.4).double(), texts()
     found = []
     for on in (None, group(2), group(3)):
@@ -210,7 +210,7 @@ def test_dropout_draws_what_one_device_draws(group: Group) -> None:
 
 
 class Padded(Words):
-    """Rows begin with padding, and see what came before: their first words see nothing."""
+    """Causal attention over rows that begin with padding: first words attend to nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         ahead = torch.full((5, 5), -torch.inf, dtype=torch.float64).triu(1)
@@ -274,7 +274,7 @@ class Judged(nn.Module):
 
 
 def test_a_loss_with_parameters_of_the_model(group: Group) -> None:
-    """What the loss uses is not divided."""
+    """Parameters of the loss are not divided."""
     (x, y), found = doubles(64), []
     for on in (None, group(2)):
         torch.manual_seed(0)
@@ -287,7 +287,7 @@ def test_a_loss_with_parameters_of_the_model(group: Group) -> None:
 
 
 class Reaching(nn.Module):
-    """Its last layer, which is not traced, takes the weight of the first."""
+    """Its last layer, which is not traced, uses the first layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def test_plans_that_are_given(group: Group) -> None:
 
 
 def test_streams_validation_and_a_second_fit(group: Group) -> None:
-    """Batches that only the first process reads; the optimizer's state goes on."""
+    """Only the first process reads the stream; the optimizer's state is kept."""
     module, (x, y) = net(), doubles(37)
     found = []
     for on in (None, group(2)):
@@ -368,7 +368,7 @@ class Centred(nn.Module):
 
 
 def test_rows_that_look_at_each_other_are_trained_and_not_validated(group: Group) -> None:
-    """Training sees whole batches; a validation shares rows out, as `evaluate` does."""
+    """Training sees whole batches; validation divides rows, as `evaluate` does."""
     module, (x, y) = nn.Sequential(net(), Centred()), doubles(32)
     for on in (group(2), sg.PipelineStrategy(cpus(2), 1)):
         one = fitted(None, module, x, y)
@@ -379,7 +379,7 @@ def test_rows_that_look_at_each_other_are_trained_and_not_validated(group: Group
 
 
 def test_one_plain_file_and_its_optimizer(group: Group, tmp_path: Path) -> None:
-    """Saved by two processes, gone on with by one device, three, and a mirrored strategy."""
+    """Saved by two processes; resumed by one device, three processes and a mirrored strategy."""
     module, (x, y) = net(), doubles(48)
     whole = fitted(None, module, x, y, optimizer=adam, epochs=4)
     half = fitted(group(2), module, x, y, optimizer=adam)
@@ -425,7 +425,7 @@ def test_a_training_goes_on_exactly(group: Group, tmp_path: Path) -> None:
 
 
 class Resident(nn.Module):
-    """Writes down what shared memory this process has touched, and what it has of gradients."""
+    """Records the shared memory that this process has touched, and its bytes of gradients."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -440,7 +440,7 @@ class Resident(nn.Module):
 
 
 def _touched() -> int:
-    """Bytes of stratagem's segments that this process has in memory."""
+    """Return the bytes of stratagem's segments that are in this process' memory."""
     found, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -472,7 +472,7 @@ def test_each_process_has_its_part_of_parameters_and_state(tmp_path: Path, devic
 
 
 class Mishap(nn.Module):
-    """Does something in a process that is not the first, in the third batch."""
+    """Acts in a process other than the first, in the third batch."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

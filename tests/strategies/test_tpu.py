@@ -1,4 +1,4 @@
-"""TPUStrategy, on a stand-in for torch_tpu whose devices are the CPU: nothing here ran on a TPU."""
+"""TPUStrategy on a fake torch_tpu, whose devices are the CPU: nothing here runs on a TPU."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_is_no_resolver(given: dict[str, Any], sentence: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_mirrored_tests_with_the_device_mapped(tmp_path: Path) -> None:
-    """Everything that holds for mirrored replicas, with devices that are called "tpu:i"."""
+    """The tests of mirrored replicas, with devices named "tpu:i"."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "tests.stand_ins.tpu_names"),

@@ -76,7 +76,7 @@ def test_scaling_spares_the_notes(spec: list[tuple[int, bool]], capacity: int) -
 
 
 def passed(buckets: Buckets, value: float) -> Tensor:
-    """Set a gradient as backward does, and return the `grad` after `take`."""
+    """Set a gradient as backward does, and return `grad` after `take`."""
     param = buckets.params[0]
     param.grad = torch.full_like(param, value)
     buckets.begin()
@@ -88,7 +88,7 @@ def passed(buckets: Buckets, value: float) -> Tensor:
 
 @pytest.mark.parametrize("keeper", ["a name", "autograd", "a view in autograd", "requires_grad"])
 def test_a_kept_gradient_stays_what_it_was(keeper: str) -> None:
-    """By a variable; references inside autograd cannot be seen."""
+    """A gradient that a variable refers to; references inside autograd cannot be detected."""
     buckets = made([(3, False)], 1 << 20, may_be_kept=True)
     weight = torch.ones(3, requires_grad=True)
     for value in (1.0, 2.0, 3.0):

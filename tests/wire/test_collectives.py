@@ -79,7 +79,7 @@ def everywhere(on: sg.MirroredStrategy, work: Callable[[Collective], Any]) -> li
 
 
 def agree(parts: list[Tensor], expected: Tensor, dtype: torch.dtype) -> None:
-    """All replicas hold the same bits, and the sum to within a rounding."""
+    """Check that all replicas have the same bits, and the sum up to rounding."""
     for each in parts:
         assert each.dtype == dtype
         assert torch.equal(each, parts[0]), "replicas differ"
@@ -246,7 +246,7 @@ def test_barriers_hold_everybody_back(several: sg.MirroredStrategy) -> None:
 
 
 def test_many_reductions_give_the_same_bits(several: sg.MirroredStrategy) -> None:
-    """To reveal a stale read or a lost write in shared memory."""
+    """Many repetitions reveal stale reads and lost writes in shared memory."""
     count = several.num_replicas_in_sync
 
     def work(collective: Collective) -> Tensor:
@@ -284,7 +284,7 @@ class Work:
 
 @pytest.mark.parametrize("error", [None, "Connection closed by peer"])
 def test_work_that_ends_between_two_looks(error: str | None) -> None:
-    """Rare on an idle machine, and fatal: a reduction that succeeded must not end the training."""
+    """A race, rare on an idle machine: a reduction that succeeded must not end the training."""
     limit = timedelta(seconds=9)
     store = MeetingStore(Membership.alone(), "x", limit)
     meeting = Meeting(store, "127.0.0.1", limit, lambda _: None)
@@ -320,7 +320,7 @@ def test_messages_of_all_lengths(several: sg.MirroredStrategy) -> None:
 
 
 def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
-    """Also around collectives; no replica waits for a message that is held back."""
+    """Also around collectives; no replica waits for a deferred message."""
 
     def work(collective: Collective) -> tuple[list[list[int]], int]:
         leads, found, sent = collective.rank == 0, [], [0]
@@ -370,8 +370,10 @@ def test_what_is_held_back_comes_in_order(several: sg.MirroredStrategy) -> None:
 
 
 def test_who_knows_of_a_death_says_nothing_more(several: sg.MirroredStrategy) -> None:
-    """Sending a short message to a dead peer would not fail, and the sender would run ahead; one
-    that joins is no reason to raise."""
+    """Sending a short message to a dead peer would not fail, and the sender would run ahead.
+
+    A peer that joins is no reason to raise.
+    """
     if several.num_replicas_in_sync == 1 or several.replica_group.start().collective.shares_memory:
         pytest.skip("they wait for each other")
 
@@ -399,7 +401,7 @@ KINDS: tuple[Kind, ...] = ("died", "stalled", "failed", "joined")
 
 
 def test_a_forked_process_may_drop_the_group_of_its_parent() -> None:
-    """As in a DataLoader's worker whose parent has regrouped: there are no threads to join."""
+    """As in a DataLoader's worker whose parent has regrouped: the child has no threads to join."""
     limit = timedelta(seconds=9)
     store = MeetingStore(Membership.alone(), "forked", limit)
     meeting = Meeting(store, "127.0.0.1", limit, lambda _: None)

@@ -15,7 +15,7 @@ ROOT = Path(stratagem.__file__).parent
 
 
 def test_nobody_else_calls_a_kind() -> None:
-    """So a replica without a GPU makes no call for one."""
+    """So a replica without a GPU makes no CUDA call."""
     calls = re.compile(r"\btorch\.(cuda|mps|tpu)\b")
     found = {
         f"{path.relative_to(ROOT)}:{number}"

@@ -46,7 +46,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def reference(net: Net) -> nn.Module:
-    """A plain loop of torch over the same sums."""
+    """A plain torch loop over the same sums."""
     x, y = data(36)
     inner = by_hand(net.layer, sgd, F.cross_entropy, 3 * x, y, batch=8, epochs=1)
     assert moved(inner, net.layer)

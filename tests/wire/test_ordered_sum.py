@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_sums_of_whatever_is_given(
     sizes: list[int], count: int, passes: list[int], window: int, draw: st.DataObject
 ) -> None:
-    """Several steps of several passes; any replica may skip any part."""
+    """Several steps of several passes, in which any replica may skip any part."""
     sizes = [*sizes, 9]
     given_here: Any = {}
     dice = torch.Generator().manual_seed(draw.draw(st.integers(0, 99)))
@@ -74,7 +74,7 @@ def test_sums_of_whatever_is_given(
 
 
 def test_who_is_early_keeps_a_window_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two replicas is early; it keeps at most the window and one part."""
+    """The second of two replicas is early; it buffers at most the window and one part."""
     parts, size = 12, 1000
     most, made = 4 * 4 * size, dict[int, OrderedSum]()
     monkeypatch.setattr(ordered_sum, "_PATIENCE", PATIENCE)

@@ -1,4 +1,4 @@
-"""Point-to-point sums and exchanges: exact, equal on all ranks, receives before sends."""
+"""Point-to-point sums and exchanges: exact, equal on all ranks, receives posted before sends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Arriving:
 
 
 def added(values: Tensor) -> tuple[list[Tensor], list[Member]]:
-    """Sum the rows, each on a member of its own."""
+    """Sum the rows, each on its own member."""
     post = Post(len(values))
     members = [Member(post, rank) for rank in range(len(values))]
     flats = [row.clone() for row in values]
@@ -102,7 +102,7 @@ def test_sums_are_rounded_once_and_alike(
 
 
 def test_all_is_offered_to_be_received_before_anything_is_sent() -> None:
-    """Otherwise a late member sends first, and its peers' messages wait behind that."""
+    """Otherwise a late member sends first, and its peers' messages wait behind its message."""
     _, members = added(torch.ones(4, 10, dtype=torch.bfloat16))
     for member in members:
         kinds = [kind for kind, _ in member.said]
@@ -111,7 +111,7 @@ def test_all_is_offered_to_be_received_before_anything_is_sent() -> None:
 
 
 def test_an_exchange_offers_to_receive_before_it_sends() -> None:
-    """Otherwise an exchange over a slow link takes twice as long: one way, then the other."""
+    """Otherwise an exchange over a slow link takes twice as long: one direction after the other."""
     post = Post(2)
     members = [Member(post, rank) for rank in range(2)]
     rows, found = torch.tensor([[1, 2], [3, 4]]), torch.zeros(2, 2, dtype=torch.int64)
@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_told_to_who_waits() -> None:
 
 
 def test_nothing_is_held_when_it_is_done() -> None:
-    """Tensors that are freed by another thread while the interpreter ends would abort it."""
+    """Tensors that another thread frees while the interpreter ends would abort it."""
     tensor = torch.zeros(3)
     held = weakref.ref(tensor)
     errand = BackgroundWork(lambda each: None, tensor)

@@ -44,7 +44,7 @@ class Line:
 
     @property
     def arrived(self) -> bool:
-        """Whether there is anything to read; reads nothing."""
+        """Whether there is anything to read, without reading it."""
         try:
             return bool(self.reader.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -65,7 +65,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default no stream is overtaken, and no turn is in vain."""
+    """Unless a test changes it, no stream is overtaken, and no turn is in vain."""
     monkeypatch.setattr(module, "STILL", 60.0)
     monkeypatch.setattr(module, "_BUSY", 2.0)
 

@@ -1,4 +1,4 @@
-"""Segments, slices and sums, without processes; test_collectives.py has the processes."""
+"""Segments, slices and sums in one process; test_collectives.py has several processes."""
 
 from __future__ import annotations
 

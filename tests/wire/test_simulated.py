@@ -74,8 +74,10 @@ def test_tasks_of_one_host_use_its_memory() -> None:
     )
 )
 def test_no_link_carries_more_than_it_can(messages: list[tuple[float, int, int, float]]) -> None:
-    """The last arrival over a link is not before all its bytes can have passed, and, when all
-    came at once, not after the slowest link would be done with everything."""
+    """The last arrival over a link is not before all its bytes can have passed.
+
+    If all messages begin at once, it is not after the slowest link could have sent everything.
+    """
     rate = 100.0
     found = arrivals(Topology(rate), messages)
     for end in (1, 2):
@@ -204,8 +206,10 @@ def test_a_small_message_overtakes_a_large_one() -> None:
 
 
 def answers(size: float, worked: float, groups: list[int]) -> list[list[float]]:
-    """Return the durations of groups of answers from one server, each of which takes the link a
-    second; a group is requested when the last one has arrived."""
+    """Return the durations of groups of answers from one server.
+
+    Each answer takes a second of the link; a group is requested when the last one has arrived.
+    """
     clock = Clock()
     network = Network(clock, Topology(size))
     turns = LinkQueue(network, 1, size, worked, overtakes=False)
@@ -226,7 +230,7 @@ def test_large_answers_are_sent_in_turn_and_small_ones_at_once() -> None:
 
 
 def test_after_four_turns_in_vain_there_are_no_more() -> None:
-    """A processor that is busy for most of a turn is the limit, not the line."""
+    """If a processor is busy for most of a turn, turns do not help: the link is not the limit."""
     assert answers(8e6, 0.5, [1, 1, 1, 1, 2])[-1] == pytest.approx([1.0, 2.0])
     assert answers(8e6, 0.7, [1, 1, 1, 2])[-1] == pytest.approx([1.0, 2.0])
     assert answers(8e6, 0.7, [1, 1, 1, 1, 2])[-1] == pytest.approx([2.0, 2.0])

@@ -117,7 +117,7 @@ def test_only_objects_are_headers(value: object) -> None:
 )
 @SETTINGS
 def test_any_frame_arrives(header: dict[str, object], sizes: list[int], groups: list[int]) -> None:
-    """The receiver may cut the body into other tensors than the sender."""
+    """The receiver may divide the body into other tensors than the sender."""
     tensors = [noise(size, seed) for seed, size in enumerate(sizes)]
     whole = torch.cat([*tensors, noise(0)])
     edges = sorted({min(edge, len(whole)) for edge in groups} | {0, len(whole)})

@@ -1,4 +1,4 @@
-"""No descriptor, no thread, and no connection in a forked child is left behind."""
+"""Connections leave no descriptor, no thread, and nothing open in a forked child."""
 
 from __future__ import annotations
 

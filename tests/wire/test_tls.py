@@ -88,7 +88,7 @@ def test_an_address_of_the_network_is_encrypted_by_itself(monkeypatch: pytest.Mo
 
 
 class Relay:
-    """Carries bytes between a client and a server; `change` may alter what the client sends."""
+    """Forwards bytes between a client and a server; `change` may alter the client's bytes."""
 
     def __init__(self, target: str) -> None:
         self._door = socket.create_server(("127.0.0.1", 0))
@@ -264,7 +264,7 @@ def test_hanging_up_does_not_forget_the_keys() -> None:
 
 
 def test_two_directions_and_many_senders_at_once() -> None:
-    """OpenSSL is touched by six threads; each frame arrives whole."""
+    """Six threads use OpenSSL at once; each frame arrives whole."""
     with pair("tls") as ends:
         body = noise(300_000)
 

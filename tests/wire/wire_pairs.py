@@ -95,7 +95,7 @@ def refused(end: Connection, action: object, lines: Lines, match: str | None = N
 
 
 def ended(end: Connection) -> bool:
-    """Whether the stream has ended, or was reset as the peer left bytes unread."""
+    """Whether the stream has ended, or was reset because the peer left bytes unread."""
     try:
         return end.receive() is None
     except WireError:

@@ -59,7 +59,7 @@ class Kubernetes:
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
-        """The manifests, without the secret, which is made when they are sent."""
+        """Return the manifests, without the secret, which is made when they are sent."""
         documents = manifests(request.hidden(), _name(request, job), "(a secret)")
         return "".join(f"---\n{_text(each)}" for each in documents)
 

@@ -1,7 +1,7 @@
-"""Jobs for Ray: a driver on the cluster that Ray runs as a job, and a place for each task.
+"""Jobs for Ray: a driver that Ray runs as a job on the cluster, and a place for each task.
 
-`ray job submit` sends the folder and starts the driver (ray_driver.py); Ray's REST API tells the
-rest. Ray places and watches; tensors never pass through it.
+`ray job submit` sends the folder and starts the driver (ray_driver.py); state and logs come from
+Ray's REST API. Ray places and watches tasks; tensors never pass through it.
 """
 
 from __future__ import annotations

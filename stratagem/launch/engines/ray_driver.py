@@ -1,4 +1,4 @@
-"""The driver of a job on Ray: takes a place for each task, copies output, ends all after a failure.
+"""The driver of a job on Ray: reserves a place for each task, copies output, ends all on a failure.
 
     engines/ray.py      stratagem submit, on the user's machine
       Ray job             starts main() here on the cluster
@@ -7,9 +7,9 @@
             far_task ssh        a process; reads the task, ALIVE and SIGTERM from stdin
               the script          or a function; RayCluster runs RayDriver in the notebook
 
-A failure travels upwards by poll(): the driver waits _GRACE, stops the other places, then kills
-them. Downwards: an actor ends with the driver, and closes the stdin of its process, which ends.
-The driver reports by lines on stdout: a time, a task or a word ("place", "end", "again"), a text.
+poll() reports a failure to the driver, which waits _GRACE, stops the other places, then kills them.
+An actor ends with the driver, and closes the stdin of its process, which then ends. The driver
+reports by lines on stdout: a time, a task or a word ("place", "end", "again"), a text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stratagem.training.termination import EXIT_CODE
 _PLACES = 600.0  # seconds for the cluster to have room
 _GRACE = 3.0  # from the first failure to SIGTERM, and from there to the end of all places
 _TICK = 0.2
-_SETTLED = GRACE + 5  # until nothing is left of a run whose places were lost
+_SETTLED = GRACE + 5  # until all processes of a run whose places were lost have ended
 _LOST = 255
 #: when an actor ends, Ray kills its children and its process group, but not a grandchild in another
 #: session: the task has time to save

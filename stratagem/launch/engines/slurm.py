@@ -1,8 +1,8 @@
 """Jobs for Slurm: a batch script that a person can read, sent with sbatch.
 
-No accounting is needed: tasks and the script write down how they end. A job that is preempted,
-or that Slurm asks to end before its time is over, saves, is put into the queue again, and goes on
-where its training was (docs/resume.md).
+No accounting is needed: tasks and the script write their ends into the job's folder. A job that is
+preempted, or that Slurm asks to end before its time is over, saves, is requeued, and resumes its
+training (docs/resume.md).
 """
 
 from __future__ import annotations

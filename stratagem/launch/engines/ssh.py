@@ -1,8 +1,8 @@
-"""Jobs over ssh: hosts from a list, and nothing to install there but the package.
+"""Jobs over ssh: hosts from a list, where only the package has to be installed.
 
-A supervisor on this machine holds one connection for each task; it goes on when whoever has
-submitted the job has gone. A task ends when its connection does, so a supervisor that is killed
-leaves nobody behind. Secrets go through stdin, never onto a command line.
+A supervisor on this machine holds one connection for each task; it goes on when the submitting
+process has ended. A task ends with its connection, so a killed supervisor leaves no tasks behind.
+Secrets go through stdin, never onto a command line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from stratagem.launch.supervise import LaunchPolicy, SignalQueue, Supervisor, wr
 
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5"),
-    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),  # each task has a line of its own
+    *("-o", "ControlMaster=no", "-o", "ControlPath=none"),  # one connection per task
 )
 _ALIVE = 5.0  # seconds between two lines of ALIVE to each task
 _GRACE = 3.0  # seconds for the other tasks to end after a failure

@@ -5,8 +5,8 @@
     pool 2   parameter servers
     pool 3   the evaluator
 
-What a job is made of can be read by whoever may read the job, so the secret is not in it: the chief
-writes one into the job's folder of the bucket, where the other tasks find it (far_task.py).
+Everybody who may read the job can read its description, so the secret is not in it: the chief
+writes one into the job's folder in the bucket, where the other tasks read it (far_task.py).
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _client(request: JobRequest) -> Any:
 
 
 def _on_this_machine(address: str) -> Any:
-    """A transport to a stand-in on this machine, without login or encryption."""
+    """Return a transport to a fake service on this machine, without login or encryption."""
     import grpc
     from google.cloud.aiplatform_v1.services.job_service.transports import JobServiceGrpcTransport
 

@@ -1,12 +1,12 @@
-"""Elastic all-reduce in virtual time: replicas are killed, cut off and join in mid-training.
+"""Elastic all-reduce in virtual time: replicas are killed, cut off and join during a training.
 
     step 41            step 42                 step 42 again
     ├──────────────────┼────── x               ├────────────────────┤   worker 2 is killed at x:
-    computes, reduces  │       comes together  │ larger shares      │   the others do its rows, too
+    computes, reduces  │       regroups        │ larger shares      │   the others take its rows
 
-A replica that is killed leaves at once; one that is silent leaves when patience is over. Both join
-when they are back. Each time those who are here come together, and do the step again that was under
-way, with the same global batch. Whether the job goes on is decided by the rule of real jobs.
+A killed replica leaves at once; a silent replica leaves after `patience` seconds. Either joins
+again when it is back. After each change the present replicas regroup, and repeat the interrupted
+step with the same global batch. The rule of real jobs decides whether the job goes on.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ElasticRing(SimulatedRing):
         super().__init__(scenario, trace=trace)
         assert scenario.elastic is not None
         self._how: Regrouping = scenario.elastic
-        self._all_stalls = _shorter(pauses(scenario, (Stall,)), scenario.patience)
-        self._all_silent = _shorter(self._silent, scenario.patience)
-        self._changes = deque(self._comings_and_goings())
+        self._all_stalls = _capped(pauses(scenario, (Stall,)), scenario.patience)
+        self._all_silent = _capped(self._silent, scenario.patience)
+        self._changes = deque(self._membership_changes())
         self._present = set(range(scenario.workers))
         self._updates: list[float] = []
         self._tries = Tries(Elastic(self._how.least), Again(lambda: len(self._updates)))
@@ -54,7 +54,7 @@ class ElasticRing(SimulatedRing):
     def run(self) -> SimulatedRun:
         """Run step after step; a step during which a replica leaves or joins is done again."""
         scenario, now, compute = self.scenario, 0.0, self.computing()
-        self._come_together()
+        self._regroup()
         while len(self._updates) < scenario.steps:
             share = scenario.workers / len(self._present)
             here = np.isin(np.arange(scenario.workers), list(self._present))
@@ -64,16 +64,16 @@ class ElasticRing(SimulatedRing):
                 self._given_up += len(self._present)
                 now, why = self._change(now)
                 if why:
-                    return self._told(self._updates, now, why)
+                    return self._result(self._updates, now, why)
                 continue
             now = done
             self._updates.append(now)
             if self._traces:
                 self.trace.append((now, "update", int(busy.argmax()), (len(self._updates),)))
-        return self._told(self._updates, now, "")
+        return self._result(self._updates, now, "")
 
     def _change(self, now: float) -> tuple[float, str]:
-        """A replica leaves or joins; returns when the next step begins, or why none does."""
+        """Apply the next departure or arrival; returns when the next step begins, or why not."""
         at, worker, joins = self._changes.popleft()
         now = max(now, at)
         if self._traces:
@@ -89,11 +89,11 @@ class ElasticRing(SimulatedRing):
             if not self._changes:
                 return now, f"{len(self._present)} replicas are left, so the job ends"
             return self._change(now)
-        self._come_together()
+        self._regroup()
         moved = self.scenario.work.fetched / self.scenario.topology.rate if joins else 0.0
         return after(now, self._how.seconds + moved, self._silences), ""
 
-    def _come_together(self) -> None:
+    def _regroup(self) -> None:
         """Compute a step's costs for the present replicas."""
         now = replace(self.scenario, workers=len(self._present), slow={}, faults=())
         work, here = self.scenario.work, self._present
@@ -103,7 +103,7 @@ class ElasticRing(SimulatedRing):
             {pause for w, found in self._all_silent.items() if w in here for pause in found}
         )
 
-    def _comings_and_goings(self) -> list[_Change]:
+    def _membership_changes(self) -> list[_Change]:
         """The departures and arrivals of all replicas, in order of time."""
         away: dict[int, list[Pause]] = {}
         for worker, silences in self._silent.items():
@@ -123,14 +123,14 @@ class ElasticRing(SimulatedRing):
             found += [(until, worker, True) for _, until in merged if isfinite(until)]
         return sorted(found)
 
-    def _told(self, updates: list[float], now: float, why: str) -> SimulatedRun:
-        told = super()._told(updates, now, why)
+    def _result(self, updates: list[float], now: float, why: str) -> SimulatedRun:
+        told = super()._result(updates, now, why)
         counts: Stats = replace(told.stats, abandoned=self._given_up)
         return replace(told, stats=counts)
 
 
-def _shorter(silent: dict[int, list[Pause]], patience: float) -> dict[int, list[Pause]]:
-    """The times for which replicas wait for a silent one: `patience` at most."""
+def _capped(silent: dict[int, list[Pause]], patience: float) -> dict[int, list[Pause]]:
+    """Shorten silences to `patience`, the longest time that replicas wait."""
     return {
         worker: [(begin, min(until, begin + patience)) for begin, until in found]
         for worker, found in silent.items()

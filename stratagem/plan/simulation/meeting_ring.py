@@ -1,8 +1,8 @@
-"""Replicas that all-reduce now and then (`sync=`), in virtual time: each has a clock of its own.
+"""Replicas that all-reduce every few steps (`sync=`), in virtual time, each with its own clock.
 
-When the next meeting is says the cadence of real trainings. Whoever meets waits for the last, and
-for what the link takes; a part that travels while training goes on is waited for when its outer
-step is due. Gossip waits for the neighbours.
+The cadence of real trainings decides when replicas meet. A meeting waits for the last replica and
+for the link; a fragment that is sent during training is waited for when its outer step is due. With
+gossip a replica waits for its neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MeetingRing(SimulatedRing):
         self._sync, self._cadence = sync, Cadence(sync)
         wire = sync.wire if isinstance(sync, LocalSteps | DiLoCo) else None
         part = scenario.work.push / self._cadence.fragments
-        #: seconds in which a part of the model is added up
+        #: seconds of the all-reduce of a fragment
         self._meeting = carried(replace(scenario, wire=wire), part)
 
     def run(self) -> SimulatedRun:
@@ -59,10 +59,10 @@ class MeetingRing(SimulatedRing):
             if self._traces:
                 self.trace.append((updates[-1], "update", int(clocks.argmax()), (turn + 1,)))
         end = max(float(clocks.max()), there if cadence.under_way is not None else 0.0)
-        return self._told(updates, end + self._meeting * sum(map(bool, cadence.unmet)), "")
+        return self._result(updates, end + self._meeting * sum(map(bool, cadence.unmet)), "")
 
     def _mixed(self, clocks: Seconds, gossip: Gossip, turn: int) -> Seconds:
-        """When each replica has its neighbours' weights."""
+        """Return the time at which each replica has its neighbours' weights."""
         workers, shape = self.scenario.workers, self.scenario.topology
         found = np.zeros_like(clocks)
         for rank in range(workers):

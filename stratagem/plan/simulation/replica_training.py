@@ -1,12 +1,12 @@
-"""Replicas as threads of one process, under any `wire=` and `sync=`: real gradients, codecs and
-committers, bytes counted and time simulated.
+"""Train replicas as threads of one process: real gradients and codecs, simulated time.
 
     trained = train_replicas(scenario, module, optimizer, loss, data, wire=sg.Int8())
     trained = train_replicas(scenario, module, optimizer, loss, data, sync=sg.DiLoCo(20))
 
-A replica's clock goes on while it computes; whoever talks to others waits for the last of them, and
-for what a ring over links of the scenario's rate and latency takes. What travels while training
-goes on is waited for when it is needed.
+Every `wire=` and `sync=` of the strategies works; bytes are counted. Each replica has a clock,
+which advances while it computes. A collective waits for the last replica, and for a ring over links
+of the scenario's rate and latency. If it overlaps with training, the wait is where its result is
+needed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ _PATIENCE = 300.0
 
 
 class InTurn:
-    """Threads of which one goes at a time: the first until it meets the others, then the next, and
-    the last finds what all are told. So a meeting is one change of threads for each, and they do
-    not fight for the interpreter."""
+    """A barrier for threads that run one at a time, in the order of ranks.
+
+    Each thread runs until it meets the others, then the next one runs; the last computes the result
+    for all. So a meeting is one switch per thread, and threads do not contend for the interpreter.
+    """
 
     def __init__(self, parties: int) -> None:
         self._gates = [threading.Lock() for _ in range(parties)]
@@ -58,7 +60,7 @@ class InTurn:
         self._broken, self._aborting = False, threading.Lock()
 
     def meet(self, rank: int, mine: Any, find: Callable[[list[Any]], Any]) -> Any:
-        """Return what the last to come finds in what all bring, in the order of ranks."""
+        """Return `find` of the values of all ranks, in their order; the last rank computes it."""
         self._given[rank] = mine
         if rank == len(self._gates) - 1:
             self._found = find(self._given)
@@ -87,29 +89,29 @@ class InTurn:
 
 
 class ThreadCollective(Collective):
-    """One of the threads; counts what a ring over sockets would send, and the time that takes."""
+    """The collective of one thread: counts the bytes and the seconds of a ring over sockets."""
 
     runs_beside = True
 
     def __init__(self, rank: int, size: int, turns: InTurn, topology: Topology) -> None:
         self.rank, self.size, self._turns = rank, size, turns
         self._topology = topology
-        #: what this replica has sent, its clock, and when its link has nothing more to send
+        #: bytes that this replica has sent, its clock, and the time at which its link is free
         self.bytes, self.seconds, self._free = 0.0, 0.0, 0.0
 
-    def _told(self, mine: Any, find: Callable[[list[Any]], Any] = list) -> Any:
+    def _exchanged(self, mine: Any, find: Callable[[list[Any]], Any] = list) -> Any:
         return self._turns.meet(self.rank, mine, find)
 
     def _sent(
         self, mine: Any, size: float, messages: int, find: Callable[[list[Any]], Any] = list
     ) -> Any:
-        """What is found in what all send. Counts it; when it is there the link is free again."""
+        """Return `find` of all ranks' values; the link is busy until they have arrived."""
 
-        def last(told: list[Any]) -> tuple[float, Any]:  # whoever is last is waited for
+        def last(told: list[Any]) -> tuple[float, Any]:  # begins with the last rank
             return max(clock for clock, _ in told), find([each for _, each in told])
 
         self.bytes += size
-        begun, found = self._told((max(self.seconds, self._free), mine), last)
+        begun, found = self._exchanged((max(self.seconds, self._free), mine), last)
         self._free = begun + size / self._topology.rate + messages * self._topology.latency
         return found
 
@@ -150,23 +152,23 @@ class ThreadCollective(Collective):
         return [told[rank] for rank in senders]
 
     def gather_bytes(self, data: Tensor) -> list[Tensor]:
-        told = self._told((self.seconds, data.clone()))
+        told = self._exchanged((self.seconds, data.clone()))
         self._wait(max(clock for clock, _ in told))
-        return [each for _, each in told]  # a few numbers, which cost nothing but the wait
+        return [each for _, each in told]  # a few numbers: only the wait counts
 
     def broadcast_bytes(self, data: Tensor | None, source: int = 0) -> Tensor:
-        found: Tensor = self._told(data)[source]
+        found: Tensor = self._exchanged(data)[source]
         return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        tensor.copy_(self._told(tensor.clone())[source])
+        tensor.copy_(self._exchanged(tensor.clone())[source])
 
     def barrier(self) -> None:
-        self._told(None)
+        self._exchanged(None)
 
 
 def _sum(flats: list[Tensor]) -> Tensor:
-    """Added up in one order: a seed gives the same bits again."""
+    """Sum in the order of ranks, so that a seed gives the same bits again."""
     total = flats[0].clone()
     for other in flats[1:]:
         total.add_(other)
@@ -174,8 +176,7 @@ def _sum(flats: list[Tensor]) -> Tensor:
 
 
 def all_at_once(count: int, topology: Topology, act: Callable[[ThreadCollective], T]) -> list[T]:
-    """Have each of `count` replicas do it; in turn from one thing that they do together to the
-    next, since threads that fight for the interpreter take longer."""
+    """Run `act` on `count` threads, of which one runs at a time (`InTurn`)."""
     turns = InTurn(count)
 
     def one(rank: int) -> T:
@@ -192,14 +193,14 @@ def all_at_once(count: int, topology: Topology, act: Callable[[ThreadCollective]
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(one, rank) for rank in range(count)]
     errors = [error for each in running if (error := each.exception()) is not None]
-    # the others only heard that one has ended
+    # a broken barrier only means that another thread has failed
     for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
         raise error
     return [each.result() for each in running]
 
 
 class SimulatedReplica:
-    """One thread's model, and where its gradients go: the committer of real replicas."""
+    """The model of one thread, with the gradient exchange of real replicas."""
 
     def __init__(
         self,
@@ -228,13 +229,13 @@ class SimulatedReplica:
         self.update()
 
     def begin(self, rows: int) -> tuple[int, int]:
-        """Begin a batch of so many rows; returns the first of this replica's, and the end."""
+        """Begin a batch; returns the first and one-past-last row of this replica's share."""
         lo, hi = share(rows, self.collective.size, self.collective.rank)
         self._replica.share.set(hi - lo, rows, float(hi > lo))
         return lo, hi
 
     def update(self) -> None:
-        """One update from the gradients that the parameters have: of this share, a part of all."""
+        """One update from the parameters' gradients: those of this replica's share of the batch."""
         self.committer.commit([0.0, 0.0])
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -252,9 +253,9 @@ def train_replicas(
     wire: Wire = None,
     sync: Sync | None = None,
 ) -> TrainedRun:
-    """Train a module on replicas in simulated time; `score` is taken of the chief's, each epoch.
+    """Train a module on replicas in simulated time; `score` evaluates the chief's after each epoch.
 
-    The data say how many steps there are. The module ends with the chief's weights.
+    `data` decides the number of steps. At the end the module has the chief's weights.
     """
     if scenario.servers or scenario.faults or scenario.topology.per_host > 1:
         raise UsageError(

@@ -1,12 +1,11 @@
-"""Replicas that all-reduce, in virtual time: every one computes, buckets go around the circle, all
-step together.
+"""Synchronous replicas that all-reduce buckets in a ring, in virtual time.
 
     c_j = max(c_{j-1}, the last replica's bucket j is ready) + T(bytes of j)
 
-All links are alike and every replica sends to its neighbour at the same moment, so a round of the
-circle takes what one link takes; no event is needed for it. A circle in the order of the hosts
-leaves and enters each rack once, so that a rack's link carries what a host's does. A replica that
-stands still computes nothing, and while one does so, or is cut off, nothing goes around.
+All links are alike and all replicas send at the same moment, so a round of the ring takes as long
+as one link, and needs no events. A ring in the order of the hosts leaves and enters each rack once,
+so a rack's link carries as much as a host's. A stalled replica computes nothing, and while a
+replica is stalled or cut off, the ring stands still.
 """
 
 from __future__ import annotations
@@ -50,24 +49,24 @@ class SimulatedRing:
         # a cut has no effect on a single host
         apart = scenario.topology.host(scenario.workers - 1) > 0
         self._silent = pauses(scenario, (Stall, Cut)) if apart else self._stalls
-        #: pauses of the ring, by any replica
+        #: pauses of the ring, caused by any replica
         self._silences = sorted({p for pauses in self._silent.values() for p in pauses})
 
     def run(self) -> SimulatedRun:
         """Run step after step; a killed replica ends the job, as it does in real jobs."""
         scenario, now, updates = self.scenario, 0.0, list[float]()
         compute = self.computing()
-        end, why = self._death()
+        end, why = self._job_end()
         for step in range(scenario.steps):
             busy = compute[step]
             slowest = self._slowest(now, busy)
             now = after(self._reduced(now, busy), scenario.work.update, self._silences)
             if now > end:
-                return self._told(updates, end, why)
+                return self._result(updates, end, why)
             updates.append(now)
             if self._traces:
                 self.trace.append((now, "update", slowest, (step + 1,)))
-        return self._told(updates, now, "")
+        return self._result(updates, now, "")
 
     def computing(self) -> Seconds:
         """Return the seconds of every step and replica, drawn from one seed for each replica."""
@@ -80,15 +79,15 @@ class SimulatedRing:
         return np.stack(columns, axis=1)
 
     def _reduced(self, start: float, busy: Seconds) -> float:
-        """Return when the last bucket has gone around."""
+        """Return the time at which the last bucket is all-reduced."""
         done = start
         for ready, cost in zip(self._readies, self._costs, strict=True):
-            begun = max(done, self._all_have(start, busy, ready))
+            begun = max(done, self._all_ready(start, busy, ready))
             done = after(begun, cost, self._silences)
-        return max(done, self._all_have(start, busy, 1.0))
+        return max(done, self._all_ready(start, busy, 1.0))
 
-    def _all_have(self, start: float, busy: Seconds, part: float) -> float:
-        """Return when every replica has computed that part of its step."""
+    def _all_ready(self, start: float, busy: Seconds, part: float) -> float:
+        """Return the time at which every replica has computed that part of its step."""
         last = start + float(busy.max()) * part
         late = (after(start, float(busy[w]) * part, p) for w, p in self._stalls.items())
         return max(last, *late) if self._stalls else last
@@ -100,8 +99,8 @@ class SimulatedRing:
             ends[worker] = after(start, float(busy[worker]), pauses) - start
         return int(ends.argmax())
 
-    def _death(self) -> tuple[float, str]:
-        """Return when a worker is missed for good, and the sentence that says which."""
+    def _job_end(self) -> tuple[float, str]:
+        """Return the time at which a lost worker ends the job, and a sentence that names it."""
         ends = [(np.inf, "")]
         for fault in self.scenario.faults:
             if isinstance(fault, Kill):
@@ -113,14 +112,14 @@ class SimulatedRing:
                     ends.append((at, f"worker {worker} does not answer, so the job ends"))
         return min(ends)
 
-    def _told(self, updates: list[float], now: float, why: str) -> SimulatedRun:
+    def _result(self, updates: list[float], now: float, why: str) -> SimulatedRun:
         count = len(updates) * self.scenario.workers
         stats = Stats(received=count, applied=count, updates=len(updates))
         return SimulatedRun(now, tuple(updates), stats, tuple(self.trace), why)
 
 
 def pauses(scenario: Scenario, kinds: tuple[type[Stall | Cut], ...]) -> dict[int, list[Pause]]:
-    """From when to when faults of these kinds last, by worker."""
+    """Return the begin and end of all faults of these kinds, by worker."""
     found: dict[int, list[Pause]] = {}
     for fault in sorted(scenario.faults, key=lambda fault: fault.at):
         if isinstance(fault, Stall | Cut) and isinstance(fault, kinds):
@@ -130,10 +129,10 @@ def pauses(scenario: Scenario, kinds: tuple[type[Stall | Cut], ...]) -> dict[int
 
 
 def carried(scenario: Scenario, size: float) -> float:
-    """Seconds in which fp32 numbers of so many bytes are added up, as the scenario's wire has them.
+    """Seconds of the all-reduce of `size` bytes of fp32 numbers over the scenario's wire.
 
-    A slice of each goes to the worker that adds it up, compressed, and the sum to all; the workers
-    of a host share its link. Encoding takes no time.
+    With a compression each worker sends every other one the slice that it adds up, and gets the
+    sum; the workers of a host share its link. Encoding takes no time.
     """
     wire, workers, shape = scenario.wire, scenario.workers, scenario.topology
     if not isinstance(wire, Compression):
@@ -151,7 +150,7 @@ def carried(scenario: Scenario, size: float) -> float:
 
 
 def all_reduce(scenario: Scenario, size: float) -> float:
-    """Seconds in which so many bytes are added up over all workers."""
+    """Seconds of the all-reduce of `size` bytes over all workers."""
     shape, workers = scenario.topology, scenario.workers
     if workers == 1:
         return 0.0

@@ -1,7 +1,7 @@
-"""A simulated training: what is computed where and under which rule, what fails, and the result.
+"""The description of a simulated training, its faults, and its result.
 
-Kill(worker=3, at=10.0, back=5.0)     its process ends, and another takes its place 5 s later
-Stall(worker=1, at=4.0, seconds=2.0)  it stands still, and does not know it
+Kill(worker=3, at=10.0, back=5.0)     its process ends, and a new one starts 5 s later
+Stall(worker=1, at=4.0, seconds=2.0)  its process stalls, without noticing
 Cut(worker=2, at=7.0, seconds=1.0)    its host is off the network
 ServerDeath(server=0, at=20.0)        the job ends
 """
@@ -35,7 +35,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Stall:
-    """A worker stands still for a while."""
+    """A worker's process stalls for a while."""
 
     worker: int
     at: float
@@ -65,9 +65,9 @@ Pause = tuple[float, float]
 
 
 def joined(pauses: list[Pause], begin: float, end: float) -> None:
-    """Note one more pause, which began no earlier than those before; touching pauses are joined.
+    """Append a pause that begins no earlier than the ones before; overlapping pauses are merged.
 
-    Silence is counted from its beginning, however many faults it is made of.
+    So silence counts from its beginning, however many faults cause it.
     """
     if pauses and begin <= pauses[-1][1]:
         pauses[-1] = (pauses[-1][0], max(pauses[-1][1], end))
@@ -76,7 +76,7 @@ def joined(pauses: list[Pause], begin: float, end: float) -> None:
 
 
 def after(start: float, seconds: float, pauses: Sequence[Pause]) -> float:
-    """When so many seconds have gone by outside of the pauses, which are in order of time."""
+    """Return when `seconds` seconds have passed since `start`, without the (sorted) pauses."""
     end = start + seconds
     for begin, until in pauses:
         if begin > end:
@@ -110,10 +110,10 @@ def _check_faults(faults: tuple[Fault, ...], workers: int, servers: int) -> None
 def schedule(
     seed: int, workers: int, until: float, count: int, *, chief: bool = False
 ) -> tuple[Fault, ...]:
-    """Draw so many faults of any worker, at any time; the same ones for the same seed.
+    """Draw `count` random faults of workers; a seed gives the same faults again.
 
-    Worker 0 is spared kills without a return, so that one worker is there to end the work; where it
-    is the `chief` of workers that all-reduce, it is spared all faults.
+    Worker 0 is never killed for good, so that one worker is left to finish. As the `chief` of
+    workers that all-reduce it has no faults.
     """
     rng = random.Random(seed)
     found: list[Fault] = []
@@ -134,7 +134,7 @@ class Work:
     """What one worker does for one gradient.
 
     compute   seconds of forward and backward
-    push      bytes of its gradient; what it fetches is as large, unless `pull` says otherwise
+    push      bytes of its gradient; it pulls as many bytes of values, unless `pull` is given
     update    seconds that one server would need to update all parameters; `add` to add a gradient
     buckets   (part of the bytes, ready after which part of the computation), first to last
     """
@@ -160,7 +160,7 @@ class Work:
 
     @property
     def fetched(self) -> float:
-        """Bytes of new values."""
+        """Bytes of the new values that a worker pulls."""
         return self.push if self.pull is None else self.pull
 
 
@@ -170,9 +170,9 @@ class Overhead:
 
     message   each request and its answer
     byte      each byte of gradients and values
-    step      each gradient: the worker's loop around it, the coordinator's judging it
+    step      each gradient: the worker's loop, the coordinator's decision
 
-    A worker computes nothing meanwhile, and a server serves nobody else.
+    Meanwhile a worker computes nothing, and a server handles no other request.
     `studies/sparse/overhead.py` measures them on the machine at hand.
     """
 
@@ -196,10 +196,10 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """Replicas that all-reduce may be killed and join: `MirroredStrategy(elastic=True)`.
+    """How replicas that all-reduce go on after a kill or a join: `MirroredStrategy(elastic=True)`.
 
-    seconds   until those who are left, or one more, have come together and go on
-    least     how many must be left (min_replicas)
+    seconds   until the present replicas have regrouped
+    least     the fewest replicas that go on (min_replicas)
     """
 
     seconds: float = 0.4
@@ -214,15 +214,15 @@ class Regrouping:
 class Scenario:
     """One training of `steps` global batches.
 
-    servers    how many keep the parameters; 0: the workers all-reduce among themselves
-    shards     the part of the bytes that each server keeps; as even as can be if not given
-    slow       workers that always take so many times as long
-    patience   seconds of silence after which a worker is given up
+    servers    the number of parameter servers; 0: the workers all-reduce
+    shards     the part of the bytes that each server keeps; equal parts if not given
+    slow       by worker, the factor by which its steps take longer
+    patience   seconds of silence after which a worker is lost
     cancels    whether a late worker can stop in the middle of a step
-    in_turn    whether servers send values in turn, or to all who ask at once
-    overhead   what messages cost processors; nothing if not given
-    elastic    how workers that all-reduce go on when one is killed or joins; None: they end
-    wire, sync what workers that all-reduce send, and when they meet: as a strategy is given them
+    in_turn    whether servers send values to a few workers at a time, or to all at once
+    overhead   processor seconds of messages; none if not given
+    elastic    how workers that all-reduce go on after a kill or a join; None: the job ends
+    wire, sync the strategy's arguments, for workers that all-reduce
     """
 
     workers: int
@@ -277,7 +277,7 @@ class Scenario:
         _check_faults(self.faults, self.workers, self.servers)
 
     def struck(self, fault: Kill | Stall | Cut) -> range:
-        """The workers that a fault is about: a cut takes all of a host off the network."""
+        """The workers that a fault affects: for a cut, all workers of the host."""
         if not isinstance(fault, Cut):
             return range(fault.worker, fault.worker + 1)
         first = self.topology.host(fault.worker) * self.topology.per_host
@@ -293,9 +293,9 @@ class Scenario:
 
     @property
     def alike(self) -> bool:
-        """Whether all servers have the same to do at the same time: one stands for all.
+        """Whether all servers do the same at the same time, so that one is simulated for all.
 
-        Where messages cost something the coordinator has more to do than the other servers.
+        If messages take time, the coordinator has more to do than the other servers.
         """
         same = len(set(self.parts)) == 1 and self.overhead.none
         return same and not self.topology.per_rack
@@ -307,7 +307,7 @@ Event = tuple[float, str, int, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What came of a scenario.
+    """The result of a scenario.
 
     seconds   until the last update was made
     updates   when each was made
@@ -327,5 +327,5 @@ class SimulatedRun:
 
     @property
     def digest(self) -> str:
-        """A short name of the trace: two runs with the same one did the same."""
+        """A short hash of the trace, equal for runs with the same events."""
         return hashlib.sha256(repr(self.trace).encode()).hexdigest()[:16]

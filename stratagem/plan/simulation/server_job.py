@@ -1,7 +1,7 @@
 """A simulated job with parameter servers: the real coordinator and its ledger, in virtual time.
 
-What is decided is decided by `servers/coordinator.py`, as in real jobs; here are only the
-chief's and the workers' side, the time that everything takes, and faults.
+`servers/coordinator.py` makes all decisions, as in real jobs. This file has only the side of the
+chief and of the workers, the time that everything takes, and faults.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from stratagem.servers.coordinator_requests import deal, finish
 from stratagem.servers.participants import Participant
 from stratagem.wire.simulated import Clock, Network
 
-_LOW = 4  # steps' worth of tickets under which more are dealt
+_LOW = 4  # more batches are dealt if the queue has tickets for fewer steps
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
@@ -57,7 +57,7 @@ class ServerJob:
         work, first = scenario.work, scenario.topology.host(scenario.workers - 1) + 1
         shards = trains.shards()
         parts = scenario.parts[:1] if scenario.alike and len(shards) == 1 else scenario.parts
-        # an order has no answer: half a message, for the coordinator to each of the other servers
+        # an order has no answer, so it is half a message: from the coordinator to each other server
         words = [scenario.overhead.server_message / 2 * (n or len(parts) - 1) for n in (0, 1)]
         self.servers = [
             SimulatedServer(
@@ -76,11 +76,11 @@ class ServerJob:
         self._in_step = isinstance(scenario.updates, Synchronous)
         self._turn = -1
         self._epoch = self._dealt = self._left = 0
-        #: tickets under which more are dealt
+        #: more batches are dealt if the queue has fewer tickets
         self._low = _LOW * max(trains.plan.parts, scenario.workers)
 
     def run(self) -> SimulatedRun:
-        """From the first ticket to the last update."""
+        """Simulate the job from the first ticket to the last update."""
         self.coordinator.open(0, self.trains.plan, _NOTHING)
         assert self.coordinator.ledger is not None
         self.ledger = self.coordinator.ledger
@@ -117,7 +117,7 @@ class ServerJob:
             self.clock.stop()
 
     def deal(self) -> None:
-        """Put up some more batches of the epoch, when those that are up run out."""
+        """Add some batches of the epoch to the queue if it runs low."""
         if not self._left or (self._dealt and len(self.ledger.states.queue) >= self._low):
             return
         parts = self.trains.plan.parts
@@ -130,7 +130,7 @@ class ServerJob:
     # --- the coordinator: tickets -----------------------------------------------------------
 
     def offer(self, worker: SimulatedWorker, *, likely: bool = False) -> None:
-        """Give a worker a ticket, or let it wait; `likely`: seldom in vain, so it is just tried."""
+        """Give a worker a ticket, or let it wait; `likely`: do not check first if there is one."""
         if not self.coordinator.running:
             return
         ledger = self.ledger
@@ -149,13 +149,13 @@ class ServerJob:
             if told["over"] == self._epoch:
                 self.trains.epoch_over(self._epoch, max([0.0, *self.updates[-1:]]))
                 self._next_epoch()
-                self.clock.after(0.0, self.changed)  # the other workers wait for it, too
+                self.clock.after(0.0, self.changed)  # the other workers wait for a new epoch, too
             self.offer(worker)
         elif "ticket" in told:
             worker.take(told["ticket"], told["epoch"])
 
     def changed(self) -> None:
-        """After a push or a departure: note updates, and let waiting workers go on."""
+        """After a push or a departure: record updates, and let waiting workers go on."""
         ledger, version = self.ledger, self.ledger.version
         updated = len(self.updates) < version
         if updated:
@@ -216,7 +216,7 @@ class ServerJob:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection: it takes longer than the simulation, which has no cycles."""
+    """Pause garbage collection, which takes longer than the simulation and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

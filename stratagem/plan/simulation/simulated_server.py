@@ -1,13 +1,13 @@
-"""The servers of a simulated job: what they compute, and how long that and messages take.
+"""The servers of a simulated job: their computation, their messages, and the time of both.
 
-A server serves requests and carries orders out one after the other; each takes a while. The
-messages of a step cost the worker's seconds, and those of each server:
+A server handles requests and orders one after another; each takes some time. The messages of a step
+take processor time of the worker and of each server:
 
-push     one message to each server, with its part of the gradient; the coordinator judges it
-values   one from each server but the coordinator, who sends its own with the ticket; the ticket is
-         a message of its own unless it came with the answer to the last push
+push     one message to each server, with its part of the gradient; the coordinator decides on it
+values   one from each server but the coordinator, which sends its own with the ticket; the ticket
+         is a message of its own unless it came with the answer to the last push
 
-A `Trainer` is what a job does besides taking time: nothing (`Idle`), or real training.
+A `Trainer` is the training inside a job: none (`Idle`), or a real one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from stratagem.wire.simulated import Action, Clock, Network, Route
 
 
 class SimulatedServer:
-    """A shard in time: `free` is when it has done all that was asked of it, `updated` all orders.
+    """A shard in virtual time: `free` is when all requests are done, `updated` when all orders are.
 
     update, add   seconds of these orders
-    word          seconds of an order's own way: the coordinator sends it to all others
+    word          seconds of an order's message: the coordinator sends it to all other servers
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SimulatedServer:
         self._answer = 0.0
 
     def work(self, seconds: float) -> None:
-        """It is busy for so long, after all that was asked of it before."""
+        """Be busy for `seconds`, after all earlier work."""
         self.free = max(self.free, self._clock.now) + seconds
 
     def obey(self, order: Order) -> float:
@@ -71,43 +71,46 @@ class SimulatedServer:
 
 
 class MessageCosts:
-    """One worker's.
+    """Processor seconds of one worker's messages, at the worker and at servers.
 
-    received, sent   its seconds before it computes, for what came last, and after
+    received   the worker's seconds before it computes, for the last ticket and values
+    sent       the worker's seconds after it has computed
     """
 
     def __init__(self, scenario: Scenario) -> None:
         self._costs, self._work, self._parts = scenario.overhead, scenario.work, scenario.parts
         self.none = scenario.overhead.none
         self.received = 0.0
-        self.sent = self._mine(len(self._parts), scenario.work.push) + self._costs.worker_step
+        self.sent = (
+            self._worker_seconds(len(self._parts), scenario.work.push) + self._costs.worker_step
+        )
 
     def pull(self, servers: Sequence[SimulatedServer], *, asked: bool, news: bool) -> None:
-        """A ticket comes, and values if there are new ones."""
+        """Count a ticket, and new values if there are any (`news`)."""
         size = self._work.fetched if news else 0.0
-        self.received = self._mine(len(servers) - 1 + asked, size)
+        self.received = self._worker_seconds(len(servers) - 1 + asked, size)
         for i, (server, part) in enumerate(zip(servers, self._parts, strict=True)):
-            server.work(self._theirs(asked or i > 0, size * part))
+            server.work(self._server_seconds(asked or i > 0, size * part))
 
     def push(self, servers: Sequence[SimulatedServer]) -> None:
-        """A gradient has come to all servers."""
+        """Count a gradient that has arrived at all servers."""
         servers[0].work(self._costs.server_step)
         for server, part in zip(servers, self._parts, strict=True):
-            server.work(self._theirs(True, self._work.push * part))
+            server.work(self._server_seconds(True, self._work.push * part))
 
-    def _mine(self, messages: int, size: float) -> float:
+    def _worker_seconds(self, messages: int, size: float) -> float:
         return messages * self._costs.worker_message + size * self._costs.worker_byte
 
-    def _theirs(self, message: bool, size: float) -> float:
+    def _server_seconds(self, message: bool, size: float) -> float:
         return message * self._costs.server_message + size * self._costs.server_byte
 
 
 class LinkQueue(TurnRule):
-    """Values sent to some workers at a time over shared links, and to the next ones after them.
+    """Sends values to a few workers at a time over shared links, by the rule of real servers.
 
-    All answers are of one `size`, and each keeps a server's processor busy for `worked` seconds.
-    Who is cut off in the middle of its turn is overtaken after a while; `overtakes` says whether
-    that can happen. The rule is that of real servers.
+    All answers are of one `size`, and each keeps a server's processor busy for `worked` seconds. A
+    worker that is cut off during its turn is overtaken after a while; `overtakes` says whether that
+    can happen.
     """
 
     def __init__(
@@ -121,16 +124,16 @@ class LinkQueue(TurnRule):
     ) -> None:
         super().__init__(at_once)
         self._network, self._size, self._worked = network, size, worked
-        #: whether it matters whose turn it is, and since when
+        #: whether the beginnings of turns have to be recorded
         self._watches = overtakes or worked > 0
         self._waiting: deque[tuple[Route, Action, float]] = deque()
         self._sending = 0
-        #: those whose turn it is, by number, and when it began
+        #: by number of a turn, its route and when it began
         self._under_way: dict[int, tuple[Route, float]] = {}
         self._number = count()
 
     def send(self, route: Route, then: Action, later: float = 0.0) -> None:
-        """Carry it when its turn has come, then act."""
+        """Send over `route` when its turn has come, then call `then`."""
         if not self.waits(self._size):
             route.send(then, later)
         elif self.may_begin(self._sending):
@@ -146,14 +149,14 @@ class LinkQueue(TurnRule):
         number = next(self._number)
         self._under_way[number] = (route, self._network.clock.now)
         if self._network.cuts:
-            self._look_at(number)
+            self._watch_turn(number)
         route.send(then, later, partial(self._passed, number))
 
     def _passed(self, number: int) -> None:
-        """Its bytes have passed; who was overtaken has had its turn."""
+        """End a turn whose bytes have passed, unless it was overtaken."""
         if number in self._under_way:
             _, begun = self._under_way.pop(number)
-            # it copies while it sends, so a turn takes no less than that
+            # a server copies while it sends, so a turn takes at least as long as copying
             self.note(self._size, max(self._worked, self._network.clock.now - begun), self._worked)
             self._next()
 
@@ -164,16 +167,16 @@ class LinkQueue(TurnRule):
             self._sending -= 1
 
     def cut(self) -> None:
-        """A host was cut off: see whose turn that is."""
+        """Watch the turns of a host that was cut off."""
         for number in self._under_way:
-            self._look_at(number)
+            self._watch_turn(number)
 
-    def _look_at(self, number: int) -> None:
+    def _watch_turn(self, number: int) -> None:
         if self._under_way[number][0].is_cut:
-            self._network.clock.after(STILL, partial(self._look_again, number))
+            self._network.clock.after(STILL, partial(self._overtake, number))
 
-    def _look_again(self, number: int) -> None:
-        """Nothing has arrived where the way is still cut."""
+    def _overtake(self, number: int) -> None:
+        """Overtake a turn whose route is still cut: nothing has arrived."""
         turn = self._under_way.get(number)
         if turn is not None and turn[0].is_cut and is_overtaken(0, STILL):
             del self._under_way[number]
@@ -186,29 +189,29 @@ class Trainer(Protocol):
     plan: TrainingPlan
 
     def shards(self) -> Sequence[OwnShard]:
-        """The data of each server, the coordinator's first; of one, if all of them do the same."""
+        """The shard of each server, the coordinator's first; only one if all do the same."""
 
     def placement(self, worker: int, name: str) -> None:
-        """A worker has come, under that name."""
+        """A worker has joined under that name."""
 
     def fetch(self, worker: int, server: int, have: int) -> int:
-        """Bring it a server's newest values; their version."""
+        """Copy a server's newest values to a worker; returns their version."""
 
     def gradient(self, worker: int, epoch: int, ticket: Ticket) -> tuple[float, float, int]:
-        """Compute its gradient; weight, loss and examples."""
+        """Compute a worker's gradient; returns weight, loss and number of examples."""
 
     def batches(self, epoch: int) -> int:
-        """How many global batches an epoch has; 0: there is no such epoch."""
+        """The number of global batches of an epoch; 0 if there is no such epoch."""
 
     def epoch_over(self, epoch: int, seconds: float) -> None:
-        """All of an epoch has been applied."""
+        """All batches of an epoch have been applied."""
 
 
 class _Alone(type(threading.RLock())):  # type: ignore[misc]
-    """A condition without contention, as fast as possible."""
+    """A condition for one thread, as fast as possible."""
 
     def notify_all(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no thread waits."""
 
 
 class Weightless:
@@ -242,7 +245,7 @@ class Idle:
         return self._shards
 
     def placement(self, worker: int, name: str) -> None:
-        """Nothing is kept for it."""
+        """Do nothing: there are no values."""
 
     def fetch(self, worker: int, server: int, have: int) -> int:
         return self._shards[server].version
@@ -254,7 +257,7 @@ class Idle:
         return self._steps if epoch == 1 else 0
 
     def epoch_over(self, epoch: int, seconds: float) -> None:
-        """There is nothing to note."""
+        """Do nothing: there is no score."""
 
 
 def timed_plan(scenario: Scenario) -> TrainingPlan:

@@ -40,7 +40,7 @@ class SimulatedJob(Protocol):
     trace: list[Event] | None
 
     def note(self, what: str, worker: int, *numbers: Any) -> None:
-        """Write an event into the trace."""
+        """Record an event in the trace."""
 
     def offer(self, worker: SimulatedWorker) -> None:
         """At the coordinator: give the worker a ticket, or let it wait."""
@@ -53,13 +53,13 @@ class SimulatedJob(Protocol):
 
 
 class SimulatedWorker:
-    """One process at a time, and its steps."""
+    """A worker: at most one process at a time, and its steps."""
 
     def __init__(self, job: SimulatedJob, number: int) -> None:
         scenario = job.scenario
         self.job, self.number = job, number
         self.host = scenario.topology.host(number)
-        #: grows when its process ends or starts, so that what was meant for the last one is void
+        #: grows when the process ends or starts, so that events of an earlier process are void
         self.life = 0
         self.alive = False
         self.epoch = 0
@@ -70,20 +70,20 @@ class SimulatedWorker:
         self._draws = Draws(
             scenario.work.compute, scenario.seed, number, scenario.slow.get(number, 1.0)
         )
-        #: when this process stands still; when its host is off the network; when it is not heard of
+        #: when this process stalls; until when its host is off the network; when it is silent
         self._stalls: list[Pause] = []
         self._cut_until = 0.0
         self._silences: list[Pause] = []
         self._ticket: Ticket | None = None
-        #: grows with all that it begins, so that what belongs to the last is void
+        #: grows with each action, so that events of the previous one are void
         self._round = 0
         self._pending = 0
-        #: nothing happens between the arrival of values and the gradient: one event for both
+        #: all buckets are ready at the end of a step, so that one event is enough for it
         self._at_once = all(r >= 1.0 for _, r in scenario.work.buckets)
         self._looks_ahead = isinstance(scenario.updates, Asynchronous)
         self._costs = MessageCosts(scenario)
-        #: until then nothing can come between two things
-        self._calm = min((fault.at for fault in scenario.faults), default=inf)
+        #: the time of the first fault: before it, two events can be one
+        self._first_fault = min((fault.at for fault in scenario.faults), default=inf)
         self._offer = partial(job.offer, self)
         network, coordinator = job.network, job.servers[0].host
         self._request_route = Route(network, [Flow(self.host, coordinator, 0.0, 0.0)])
@@ -93,7 +93,7 @@ class SimulatedWorker:
     # --- the process ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A process comes up and joins the training, as soon as its host is there again."""
+        """Start a process that joins the training, as soon as its host is on the network."""
         if self.alive or not self.job.coordinator.running:
             return
         until = max(self._cut_until, self._stalls[-1][1] if self._stalls else 0.0)
@@ -113,7 +113,7 @@ class SimulatedWorker:
         self.job.changed()
 
     def kill(self, back: float | None) -> None:
-        """The process ends, if there is one; `back` seconds later another comes, or none does.
+        """End the process, if there is one; `back` seconds later start another (None: never).
 
         The coordinator notices at once that its connection is closed.
         """
@@ -126,10 +126,10 @@ class SimulatedWorker:
                 self._clock.after(back, self.start)
 
     def interrupt(self, seconds: float, *, cut: bool) -> None:
-        """The process stands still, or its host is off the network (`cut`), for so long.
+        """Stall the process for `seconds`, or take its host off the network (`cut`).
 
-        Whatever the process would do is done afterwards; on a host that is cut off none can join.
-        A worker that is silent too long, for whatever reasons, is given up.
+        The process goes on afterwards; no process can join on a host that is cut off. A worker that
+        is silent for longer than `patience`, for whatever reasons, is lost.
         """
         now, patience = self._clock.now, self.job.scenario.patience
         if cut:
@@ -144,7 +144,7 @@ class SimulatedWorker:
             self._clock.at(since + patience, partial(self._given_up, self.life))
 
     def _given_up(self, life: int) -> None:
-        """The process finds that it was given up when it is back, and starts anew."""
+        """Drop the process as lost; it joins again when its stalls are over."""
         if life == self.life:
             stalls = self._stalls
             self.kill(None)
@@ -156,12 +156,12 @@ class SimulatedWorker:
     def _ask(self) -> None:
         self._round += 1
         self.asked = self._clock.now
-        self._request_route.send(self._from_me(self._offer))
+        self._request_route.send(self._remote_action(self._offer))
 
     def take(self, ticket: Ticket, epoch: int, *, asked: bool = True) -> None:
-        """A ticket, and with it new values from every server that has some.
+        """Take a ticket, and new values from every server that has some.
 
-        Who did not ask for it got it with the answer to a push.
+        A ticket that was not `asked` for came with the answer to a push.
         """
         job = self.job
         if job.trace is not None:
@@ -200,7 +200,7 @@ class SimulatedWorker:
         self._pending = 1 + len(self._pushes)
         for ready, way in self._pushes:
             if ready < 1.0:
-                begin = partial(way.send, self._from_me(self._sent))
+                begin = partial(way.send, self._remote_action(self._sent))
                 part = begun + seconds * ready
                 self._clock.after(part, self._busy(part, begin))
         whole = begun + seconds + self._costs.sent
@@ -211,7 +211,7 @@ class SimulatedWorker:
         self._result = self.job.trains.gradient(self.number, self._ticket_epoch, self._ticket)
         for ready, way in self._pushes:
             if ready >= 1.0:
-                way.send(self._from_me(self._sent))
+                way.send(self._remote_action(self._sent))
         self._sent()
 
     def _sent(self) -> None:
@@ -242,17 +242,17 @@ class SimulatedWorker:
     def _answered(self, at: float) -> None:
         """At the coordinator: answer the push; the worker asks for its next ticket."""
         heard = at + self._reply_route.latency
-        if heard + self._request_route.latency >= self._calm:
+        if heard + self._request_route.latency >= self._first_fault:
             self._clock.at(heard, self._busy(0.0, self._ask))
-        else:  # nothing can come between: there and back in one event
+        else:  # no fault can come between: one event for the round trip
             self._round += 1
             self.asked = heard
-            self._clock.at(heard + self._request_route.latency, self._from_me(self._offer))
+            self._clock.at(heard + self._request_route.latency, self._remote_action(self._offer))
 
     # --- too late ---------------------------------------------------------------------------
 
     def _hear(self, news: Any) -> bool:
-        """At the coordinator: word is sent that the step was made without this worker."""
+        """At the coordinator: tell the worker that the step was made without it."""
         if self.job.scenario.cancels and self._ticket is not None:
             self._reply_route.send(self._busy(0.0, self._stop))
         return True
@@ -262,7 +262,7 @@ class SimulatedWorker:
         assert self._ticket is not None
         serial = self._ticket.serial
         self._round += 1
-        self._request_route.send(self._from_me(partial(self._abandoned, serial)))
+        self._request_route.send(self._remote_action(partial(self._abandoned, serial)))
 
     def _abandoned(self, serial: int) -> None:
         self.job.coordinator.abandon(self.attendee, serial)
@@ -273,8 +273,8 @@ class SimulatedWorker:
 
     # --- time -------------------------------------------------------------------------------
 
-    def _from_me(self, action: Callable[[], None]) -> Action:
-        """Return an action for elsewhere, void if the process or its ticket is another one then."""
+    def _remote_action(self, action: Callable[[], None]) -> Action:
+        """Return an action at another host, void if process or round have changed by then."""
         return partial(self._if_same, self.life, self._round, action)
 
     def _if_same(self, life: int, round: int, action: Action) -> None:
@@ -282,7 +282,7 @@ class SimulatedWorker:
             action()
 
     def _busy(self, seconds: float, action: Callable[[], None]) -> Action:
-        """Return an action of this process that takes so many seconds: more if it stalls."""
+        """Return an action of this process that takes `seconds` seconds, or more if it stalls."""
         return partial(self._when_done, self.life, self._round, seconds, action)
 
     def _when_done(
@@ -300,14 +300,14 @@ class SimulatedWorker:
 
 
 def _pull_route(job: SimulatedJob, host: int) -> Route:
-    """The way of new values from all servers to a worker's host."""
+    """Return the route of new values from all servers to a worker's host."""
     size = job.scenario.work.fetched
     flows = [Flow(there, host, size * out, size * into) for there, out, into in _shares(job)]
     return _route(job, host, flows, size)
 
 
 def _push_routes(job: SimulatedJob, host: int) -> list[tuple[float, Route]]:
-    """When each bucket of a gradient is ready, and its way from a worker's host to all servers."""
+    """Return when each bucket is ready, and its route from a worker's host to all servers."""
     work = job.scenario.work
     return [
         (
@@ -327,7 +327,7 @@ def _push_routes(job: SimulatedJob, host: int) -> list[tuple[float, Route]]:
 
 
 def _shares(job: SimulatedJob) -> list[tuple[int, float, float]]:
-    """By server: its host, its part of the bytes, and how much of them passes the worker's end."""
+    """Return each server's host, part of the bytes, and part that passes the worker's link."""
     scenario, servers = job.scenario, job.servers
     if scenario.alike:
         return [(servers[0].host, scenario.parts[0], 1.0)]
@@ -335,7 +335,7 @@ def _shares(job: SimulatedJob) -> list[tuple[int, float, float]]:
 
 
 def _route(job: SimulatedJob, host: int, flows: list[Flow], size: float) -> Route:
-    """Where one message at a time passes the worker's own link, that link needs no sharing."""
+    """Return a route; it does not share the worker's link if that has one message at a time."""
     shape = job.scenario.topology
     if shape.per_host > 1 or shape.per_rack or len(job.scenario.work.buckets) > 1:
         return Route(job.network, flows)

@@ -1,4 +1,4 @@
-"""How the seconds of a step differ: from step to step, and from worker to worker.
+"""Distributions of the seconds of a step.
 
 Constant(0.1)                               always the same
 ShiftedExponential(least=0.08, average=0.1)   never less than 0.08, a tail of exponential kind
@@ -33,12 +33,12 @@ class Spread(ABC):
     @property
     @abstractmethod
     def mean(self) -> float:
-        """What a step takes on average."""
+        """The mean seconds of a step."""
 
 
 @dataclass(frozen=True)
 class Constant(Spread):
-    """Every step takes the same."""
+    """Every step takes the same time."""
 
     seconds: float
 
@@ -150,7 +150,7 @@ class Stragglers(Spread):
 
 
 class Draws:
-    """One worker's steps one after the other, from a seed of its own."""
+    """Draws one worker's steps one after another, from a seed of its own."""
 
     _BLOCK = 64
 

@@ -1,8 +1,8 @@
-"""A pipeline in virtual time: the real schedule, computing and links that take what you say.
+"""Simulate a pipeline in virtual time: the real schedule, with given computation and links.
 
-Stages fill one host after another. What crosses a cut goes over the link between two stages, one
-message behind the other, forward and backward by themselves; inside a host at its own rate. After
-each batch all stages update together.
+Stages fill one host after another. Messages cross the link between two stages one after another,
+forward and backward independently; inside a host at its own rate. After each batch all stages
+update together.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from stratagem.wire.simulated import Topology
 
 @dataclass(frozen=True)
 class StageScenario:
-    """One training of `steps` batches through stages that are equal, but for `slow`.
+    """A training of `steps` batches through stages that are equal except for `slow`.
 
     compute    seconds of a batch on one device, divided evenly over stages and microbatches
     crossing   bytes of a batch at each cut, as many backward as forward
     forward    the part of the computation that is forward
-    links      bytes a second of the link behind a stage, where it is not the topology's
-    slow       stages that take so many times as long
+    links      bytes a second of the link behind a stage, if it is not the topology's
+    slow       by stage, the factor by which it takes longer
     """
 
     stages: int
@@ -65,7 +65,7 @@ class StageScenario:
 
     @property
     def parts(self) -> int:
-        """Parts of the model on each stage."""
+        """The number of parts of the model on each stage."""
         return PARTS[self.schedule]
 
     @property
@@ -112,13 +112,13 @@ class StageRun:
 
 
 def simulate_stages(scenario: StageScenario) -> StageRun:
-    """Play every batch through the schedule; the same seed gives the same run."""
+    """Run every batch through the schedule; the same seed gives the same run."""
     draws = _draws(scenario)
     return StageRun(scenario, tuple(_line(scenario, draws[step]) for step in range(scenario.steps)))
 
 
 def _draws(scenario: StageScenario) -> Seconds:
-    """Seconds of a batch, anew for each step, stage and microbatch, forward and backward."""
+    """Draw the seconds of a batch for each step, stage and microbatch, forward and backward."""
     shape = (scenario.microbatches, 2 * scenario.parts)
     columns = [
         scenario.compute.draw(
@@ -147,7 +147,7 @@ def _line(scenario: StageScenario, drawn: Seconds) -> Timeline:
 
 
 def way(scenario: StageScenario, source: int, to: int) -> HandOver:
-    """A microbatch's bytes from one stage to another."""
+    """Return the seconds of sending a microbatch from one stage to another."""
     shape, size = scenario.topology, scenario.crossing / scenario.microbatches
     if shape.host(source) == shape.host(to):
         rate, latency = shape.inside_rate, shape.inside_latency

@@ -1,12 +1,12 @@
-"""Real gradients in simulated time: a small model truly trained, however many workers there are.
+"""Train a small model with real gradients in simulated time, on any number of workers.
 
     data = Data(x, y, batch_size=64, epochs=5)
     trained = train(scenario, module, torch.optim.SGD(module.parameters(), 0.1), loss, data, score)
     trained.curve        [(seconds, updates, score), ...] after each epoch
 
-Gradients are computed on the values that a worker would have had, the servers' stores and the
-optimizer are the real ones, and so is every decision. Everything happens in one thread, one thing
-after the other, so a seed gives the same weights again, bit for bit.
+Gradients are computed on the values that a worker would have; the servers' stores, the optimizer
+and all decisions are those of real jobs. Everything happens in one thread, so a seed gives the same
+weights again, bit for bit.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Score = Callable[[nn.Module], float]
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Examples and how they are dealt: shuffled anew in every epoch, from the scenario's seed.
+    """The examples, which are shuffled for every epoch from the scenario's seed.
 
-    seconds   of simulated time, after which no other epoch begins
+    seconds   simulated time after which no other epoch begins
     """
 
     x: Tensor
@@ -55,18 +55,18 @@ class Data:
 
     @property
     def batches(self) -> int:
-        """Global batches of an epoch."""
+        """The number of global batches of an epoch."""
         return -(-len(self.x) // self.batch_size)
 
     def order(self, seed: int, epoch: int) -> Tensor:
-        """The examples of an epoch, in the order in which they are dealt."""
+        """Return the indices of an epoch's examples, in their order."""
         random = torch.Generator().manual_seed(seed * 100_003 + epoch)
         return torch.randperm(len(self.x), generator=random)
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What came of it: the run in time, and the score after each epoch.
+    """The result of a training: the run in time, and the score after each epoch.
 
     curve     (seconds, updates, score) of each, the untrained model first
     """
@@ -75,12 +75,12 @@ class TrainedRun:
     curve: tuple[tuple[float, int, float], ...]
 
     def seconds_to(self, score: float) -> float | None:
-        """When the score was first that good at the end of an epoch; None: never."""
+        """Return when an epoch first ended with that score or a higher one; None if never."""
         return next((at for at, _, found in self.curve if found >= score), None)
 
 
 class SharedModule:
-    """A module that several simulated workers train in turns, each with values of its own."""
+    """A module that all simulated workers use in turn, each with its own values."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SharedModule:
         return self._shards
 
     def placement(self, worker: int, name: str) -> None:
-        """Memory for a worker's values and gradients."""
+        """Allocate memory for a worker's values and gradients."""
         self._values[worker], self._outbox[worker] = self._start.clone(), self._start.clone()
         self._names[worker] = name
         for shard in self._shards:
@@ -206,8 +206,8 @@ def train(
 ) -> TrainedRun:
     """Train a module in simulated time; `score` (higher is better) is taken after each epoch.
 
-    The scenario's `steps` does not matter: the data say how many there are. The optimizer says how
-    servers update; its own state stays as it was.
+    `data` decides the number of steps, not the scenario. Servers update as the optimizer does; its
+    own state is not changed.
     """
     trainer = SharedModule(scenario, module, optimizer, loss, data, score)
     run = ServerJob(replace(scenario, steps=data.batches), trainer, trace=True).run()

@@ -1,4 +1,4 @@
-"""Simulated replicas that are killed and join: against times by hand, and against hosts."""
+"""Simulated replicas that are killed and join, against times by hand and measured hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.hosts import Hosts, needs_hosts
 
 
 def job(*faults: Fault, steps: int = 20, least: int = 1, push: float = 0.0) -> Scenario:
-    """Four replicas, steps of a second, half a second to come together."""
+    """Four replicas, steps of a second, half a second to regroup."""
     work = Work(Constant(1.0), push=push)
     elastic = Regrouping(0.5, least)
     return Scenario(4, steps, work, Topology(1e9), servers=0, faults=faults, elastic=elastic)
@@ -127,7 +127,7 @@ model.fit(x[:288], y[:288], batch_size=36, epochs=%(epochs)d, verbose=0, callbac
 @needs_hosts
 @pytest.mark.timeout(300)
 def test_the_rate_is_that_of_hosts() -> None:
-    """Three hosts: one is cut off for longer than patience, one is killed and joins again."""
+    """Three real hosts: one is cut off for longer than patience, one is killed and joins again."""
     row, epochs = 0.012, 40  # 144 ms a step on three hosts, 216 on two
     faults = [
         "cut worker 1 at step 60 for 8 s",

@@ -1,4 +1,4 @@
-"""Faults in simulated time: each counts from its time on, and silence from its beginning."""
+"""Faults in simulated time: silence counts from its beginning, over several faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def steps(*faults: Fault, workers: int = 2, per_host: int = 1, **given: object) -> SimulatedRun:
-    """Fifty of a second each, and nothing travels; who is silent for ten seconds is given up."""
+    """Fifty steps of a second without communication; a worker is lost after ten silent seconds."""
     usual: dict[str, object] = {
         "workers": workers,
         "steps": 50,

@@ -1,4 +1,4 @@
-"""Simulated replicas under each wire and cadence: the weights of real ones."""
+"""Simulated replicas have the weights of real replicas under each wire and cadence."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_each_trains_repeats_and_takes_its_time(name: str) -> None:
 
 @cache
 def whole() -> float:
-    """Seconds of the same training with all numbers sent."""
+    """Seconds of the same training without compression."""
     dense = mlp().double()
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     return train_replicas(scenario(3), dense, optimizer, F.cross_entropy, given()).run.seconds
@@ -123,7 +123,7 @@ def test_dense_replicas_take_the_time_of_the_formula() -> None:
 
 @pytest.mark.parametrize("wire", [None, sg.Int8(block=8)], ids=repr)
 def test_what_is_sent_beside_training_takes_no_time_of_it(wire: Any) -> None:
-    """A part takes as long as an update and a half: two updates hide it, one a part of it."""
+    """A fragment takes an update and a half: two updates hide it, one update hides a part."""
 
     def seconds(overlap: int) -> float:
         module = mlp().double()
@@ -172,7 +172,7 @@ def test_refusals() -> None:
 
 
 def test_replicas_go_in_turn_from_one_meeting_to_the_next() -> None:
-    """Threads that fight for the interpreter take several times as long."""
+    """Threads that contend for the interpreter take several times as long."""
     going: list[int] = []
 
     def act(collective: ThreadCollective) -> list[int]:

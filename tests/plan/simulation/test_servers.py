@@ -92,7 +92,7 @@ def test_the_largest_shard_is_the_bottleneck() -> None:
 
 
 def test_asynchronous_workers_keep_out_of_each_others_way() -> None:
-    """A server's cable is full, or nobody waits: workers fall into an order by themselves."""
+    """Workers settle into an order in which a server's link is full, or no worker waits."""
     for workers in (2, 5, 12, 20):
         run = simulate(scenario(workers=workers, steps=workers * 60, updates=Asynchronous()))
         alone = 0.01 + 0.1 + 0.01
@@ -190,7 +190,7 @@ def test_who_cannot_stop_comes_to_every_step_too_late() -> None:
 
 
 def a_step(costs: Overhead, updates: Updates, **given: object) -> float:
-    """Seconds of the last of some steps; the first asks for its ticket under any rule."""
+    """Seconds of the last of some steps; in the first, workers ask for a ticket under any rule."""
     times = simulate(scenario(topology=FREE, overhead=costs, updates=updates, **given)).updates
     return times[-1] - times[-2]
 
@@ -272,7 +272,7 @@ def test_the_same_seed_gives_the_same_trace(updates: Updates) -> None:
 
 @pytest.mark.parametrize("updates", RULES, ids=str)
 def test_books_balance_on_any_bad_day(updates: Updates) -> None:
-    """Random schedules of kills, returns, stalls and cuts; a failing one is named by its seed."""
+    """Random schedules of kills, returns, stalls and cuts, each from a seed."""
     for seed in range(84):  # every number of workers, of faults and of workers a host
         workers = 3 + seed % 4
         given = scenario(
@@ -340,7 +340,7 @@ def test_a_cut_after_the_end_changes_nothing(updates: Updates) -> None:
 
 
 def test_who_is_cut_off_in_its_turn_is_overtaken() -> None:
-    """Worker 0 has the first turn; the others wait a quarter of a second for it, not ten."""
+    """Worker 0 has the first turn; the other workers wait for it a quarter of a second, not ten."""
     given = scenario(updates=Asynchronous(), faults=(Cut(0, 0.005, 10.0),))
     run = simulate(given, trace=True)
     first = {worker: at for at, what, worker, _ in reversed(run.trace) if what == "push"}
@@ -433,7 +433,7 @@ def test_work_that_cannot_be(wrong: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_small_values_go_to_all_who_ask_at_once(workers: int) -> None:
-    """As from real servers; a byte more or less decides whether they push at once, too."""
+    """As from real servers; a byte more or less decides whether workers push at once, too."""
 
     def seconds(size: float) -> float:
         work = Work(Constant(1.0), push=size)

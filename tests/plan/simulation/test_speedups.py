@@ -1,4 +1,4 @@
-"""How the studies measure speedups in simulated time: never above the number of workers."""
+"""The studies' speedups in simulated time are never above the number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline in virtual time: the schedules are the real ones, links take what they take."""
+"""A pipeline in virtual time: real schedules, given links."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scenario(**changes: Any) -> StageScenario:
 
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 3))
 def test_equal_stages_wait_as_the_schedule_has_it(name: str, stages: int, each: int) -> None:
-    """With forward as long as backward, a batch is as many operations as `run` counts."""
+    """With forward as long as backward, a batch takes as many operations as `run` counts."""
     many = stages * each
     found = simulate_stages(scenario(stages=stages, microbatches=many, schedule=name, forward=0.5))
     slots = len(run(SCHEDULES[name], stages, many, PARTS[name])[0])
@@ -46,7 +46,7 @@ def test_equal_stages_wait_as_the_schedule_has_it(name: str, stages: int, each: 
 
 
 def test_a_slow_link_is_the_pace_of_all() -> None:
-    """The link behind stage 1 takes 0.1 s a microbatch, more than a stage: it decides."""
+    """The link behind stage 1 takes 0.1 s a microbatch, longer than any stage."""
     free = scenario(crossing=8e6)
     slow = simulate_stages(replace(free, links={1: 1e7}))
     assert simulate_stages(free).step < 0.4

@@ -1,4 +1,4 @@
-"""Real gradients in simulated time: the same answer as one device, and the same again."""
+"""Real gradients in simulated time: the result of one device, and equal runs for equal seeds."""
 
 from __future__ import annotations
 
