@@ -70,8 +70,13 @@ class LossSum:
 
 
 def counts_of(metric: torchmetrics.Metric) -> dict[str, Any]:
-    """Return a copy of a metric's own states."""
-    states = {name: _copied(value) for name, value in metric.metric_state.items()}
+    """Return a copy of a metric's own states; a list that grows with every update is one tensor."""
+    from torchmetrics.utilities.data import dim_zero_cat
+
+    states = {}
+    for name, value in metric.metric_state.items():
+        grows = metric._reductions[name] is dim_zero_cat and isinstance(value, list) and value
+        states[name] = _copied([dim_zero_cat(value)] if grows else value)
     return {"updates": int(metric._update_count), "states": states}
 
 
