@@ -57,19 +57,15 @@ def fashion_folder() -> Path:
     return folder
 
 
-def fashion(examples: int, check: int = 1000, test: int = 2000, spare: int = 0) -> Split:
-    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set.
-
-    `spare` of its training set, used for nothing else, are tested on behind those of the test set.
-    """
+def fashion(examples: int, check: int = 1000, test: int = 2000) -> Split:
+    """Fashion-MNIST: pictures of clothes, 28 x 28; some of its training and of its test set."""
     folder = fashion_folder()
     x, y = _idx(folder / "train-images-idx3-ubyte.gz"), _idx(folder / "train-labels-idx1-ubyte.gz")
-    tests = _idx(folder / "t10k-images-idx3-ubyte.gz")
-    targets = _idx(folder / "t10k-labels-idx1-ubyte.gz")
+    tests = _idx(folder / "t10k-images-idx3-ubyte.gz")[:test]
+    targets = _idx(folder / "t10k-labels-idx1-ubyte.gz")[:test]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    train, choose, rest = order[: examples + check + spare].split([examples, check, spare])
-    x_test, y_test = torch.cat([tests[:test], x[rest]]), torch.cat([targets[:test], y[rest]])
-    pairs = ((x[train], y[train]), (x[choose], y[choose]), (x_test, y_test))
+    train, choose = order[: examples + check].split([examples, check])
+    pairs = ((x[train], y[train]), (x[choose], y[choose]), (tests, targets))
     return Split(
         *(part for x, y in pairs for part in (x.float().unsqueeze(1) / 255 - 0.286, y.long()))
     )

@@ -31,14 +31,15 @@ from stratagem.plan.simulation.replica_training import (
 from stratagem.wire.simulated import Topology
 
 WORKERS, COMPUTE = 8, 5e-3  # seconds that a gradient takes: an assumption
-SEEDS = (100, 101, 102, 103, 104)  # none with which anything was tried before
+TRAININGS = 5  # of each row, with seeds one after another
 LINK = Topology(rate=1e9 / 8, latency=50e-6)  # 1 Gbit/s
 SHORT, LONG = "clothes, short", "clothes, long"
 #: as many steps as the goals take: top-k and DiLoCo need most
 STEPS = {"clothes": 2000, SHORT: 300, LONG: 3500, "text": 150}
-EACH = {"clothes": 16, SHORT: 16, LONG: 8, "text": 32}  # rows a worker
+EACH = {"clothes": 16, SHORT: 16, LONG: 16, "text": 32}  # rows a worker
+#: of each task, the seed by which the rate is chosen; none was tried before its settings were fixed
+FIRST_SEED = {"clothes": 100, SHORT: 100, LONG: 200, "text": 100}
 CONTEXT = 8
-TEST = 10000  # examples of the clothes' own test set: the first that are tested on
 SIDE = 7  # of the first convolution, with stride 3
 
 
@@ -82,8 +83,8 @@ RATES = {
 
 @cache
 def clothes() -> common.Split:
-    """As many to choose and to report by that tenths of a point can be told apart."""
-    split = common.fashion(20000, check=20000, test=TEST, spare=20000)
+    """As many to choose by that tenths of a point can be told apart; the whole test set."""
+    split = common.fashion(20000, check=20000, test=10000)
     x, x_check, x_test = (patches(x) for x in split[::2])
     return split._replace(x=x, x_check=x_check, x_test=x_test)
 
@@ -223,12 +224,9 @@ def one(job: dict[str, Any]) -> dict[str, Any]:
     trained = workers.copies[0]
     found: dict[str, Any] = {"bytes": sent, "seconds": steps * COMPUTE + seconds}
     with torch.no_grad():
-        if job["seed"] == SEEDS[0]:  # the rate is chosen by it
+        if job["seed"] == FIRST_SEED[task]:  # the rate is chosen by it
             found["check"] = measured(trained(split.x_check), split.y_check)
-        out = trained(split.x_test)
-    found["test"] = measured(out, split.y_test)
-    if task != "text":
-        found["own test"] = measured(out[:TEST], split.y_test[:TEST])
+        found["test"] = measured(trained(split.x_test), split.y_test)
     return {**job, **found, "processor": time.process_time() - began}
 
 
@@ -250,10 +248,10 @@ def study(small: bool) -> list[dict[str, Any]]:
     """The rate by the validation split of the first seed; then five seeds at that rate."""
     if small:
         names = ("every step", "int8", "DiLoCo 20, AdamW")
-        base = {"task": "text", "steps": 40, "seed": SEEDS[0]}
+        base = {"task": "text", "steps": 40, "seed": FIRST_SEED["text"]}
         return [one({**base, "row": row, "rate": rates(row)[2]}) for row in names]
     grid = [
-        {"task": task, "row": row, "steps": STEPS[task], "rate": rate, "seed": SEEDS[0]}
+        {"task": task, "row": row, "steps": STEPS[task], "rate": rate, "seed": FIRST_SEED[task]}
         for task, rows in OF_TASK.items()
         for row in rows
         for rate in rates(row)
@@ -278,12 +276,12 @@ def more(found: list[dict[str, Any]], last: dict[str, Any]) -> list[dict[str, An
     if len(mine) != len(rates(row)):
         return []
     job = {"task": task, "row": row, "steps": last["steps"], "rate": best(mine)}
-    return [{**job, "seed": seed} for seed in SEEDS[1:]]
+    return [{**job, "seed": FIRST_SEED[task] + later} for later in range(1, TRAININGS)]
 
 
 def best(runs: list[dict[str, Any]]) -> float:
     """The rate with which the first seed has the least loss on the validation split."""
-    first = [r for r in runs if r["seed"] == SEEDS[0]]
+    first = [r for r in runs if r["seed"] == FIRST_SEED[r["task"]]]
     sound = [r for r in first if math.isfinite(r["check"][0])] or first
     rate: float = min(sound, key=lambda r: r["check"][0])["rate"]
     return rate
@@ -327,19 +325,16 @@ def sentences(data: list[dict[str, Any]]) -> list[str]:
     for task, (row, beside, limit) in itertools.product(("clothes", SHORT, LONG), GOALS):
         both = [chosen(data, task, each) for each in (row, beside)]
         if all(both):
-            mine, theirs = (_median(task, runs, "test") for runs in both)
-            own = _median(task, both[1], "own test") - _median(task, both[0], "own test")
+            mine, theirs = (
+                statistics.median(quality(task, run["test"]) for run in runs) for runs in both
+            )
             word = "reached" if theirs - mine <= limit else "missed"
             found.append(
                 f"{row}, {both[0][0]['steps']} steps: {mine:.2f}%, {theirs - mine:.2f} points "
                 f"behind {beside} ({theirs:.2f}%), by {len(both[0])} seeds; the goal of {limit} is "
-                f"{word}. On the {TEST:,} of Fashion-MNIST's own test set alone: {own:.2f} behind."
+                f"{word}."
             )
     return found
-
-
-def _median(task: str, runs: list[dict[str, Any]], split: str) -> float:
-    return statistics.median(quality(task, run[split]) for run in runs)
 
 
 def draw(data: list[dict[str, Any]], out: Path) -> None:
