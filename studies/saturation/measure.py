@@ -26,8 +26,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if __name__ == "__main__":  # before torch is imported; the hosts' processes inherit it
+    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 from hosts import Hosts, Unshaped  # noqa: E402
 from processes import Cast, Troupe  # noqa: E402
 
