@@ -17,6 +17,7 @@ from stratagem.plan.formulas import (
     largest_share,
     overlapped,
     ring_by_cause,
+    sampled,
     shared_transfer,
     transfer,
 )
@@ -24,7 +25,7 @@ from stratagem.plan.hardware import Hardware, say_rate
 from stratagem.plan.lossy import sent
 from stratagem.plan.predicted_step import PredictedStep
 from stratagem.plan.predicted_step import Prediction as Prediction
-from stratagem.plan.profile import Profile
+from stratagem.plan.profile import DividedLayers, Profile
 from stratagem.plan.staged_step import StagedStep
 from stratagem.servers.training_plan import sends_at_once
 from stratagem.wire.send_queue import TurnRule
@@ -332,9 +333,10 @@ class _ServerStep(PredictedStep):
             return pushed, carry(values, others, met), update * (1 + waiting)
 
         def cycle(*spent: float) -> float:
-            return self.compute + sum(spent) + sum(talk.values())
+            return compute + sum(spent) + sum(talk.values())
 
         replicas, met, waiting = self.cfg.replicas, 0.0, 0.0
+        compute = self._at_own_pace(1.0)
         if self.cfg.hosts > 1 and self.cfg.servers == 1:
             pushed, took, updated = times(0, 0, 0)
             full = replicas * max(max(size, values) / self._rates()[1], update)
@@ -348,14 +350,27 @@ class _ServerStep(PredictedStep):
                 pushed, took, updated = times(n - 1, met, waiting)
                 round_ = cycle(pushed, took, updated)
                 met, waiting = n * took / round_, n * updated / round_
+                compute = self._at_own_pace(compute / round_)
         parts = {
-            "compute": self.compute,
+            "compute": compute,
             self._server_link(1 + met): pushed + took,
             "the servers' update": updated,
             **talk,
         }
         apart, in_step = cycle(*times(0, 0, 0)), cycle(*times(*[replicas - 1] * 3))
         return self.prediction(parts, (apart, in_step))
+
+    def _at_own_pace(self, part: float) -> float:
+        """Seconds of computing while others of the host compute for this part of the time.
+
+        Replicas that compute at once were measured in step: at the slowest one.
+        """
+        profile, here = self.profile, self.cfg.per_host
+        if not self.on_cpu or here == 1 or not profile.crowd:
+            return self.compute
+        beside = self.compute / sampled(here, here, profile.spread)
+        alone = profile.with_threads(max(1, self.hw.cores // here))
+        return beside - max(0.0, beside - alone) * (1 - part)
 
     def _server_link(self, at_once: float) -> str:
         """The name of the bottleneck with `at_once` workers at a server."""
@@ -376,14 +391,14 @@ class DividedStep(PredictedStep):
         found, n = self.profile.divided, self.cfg.replicas
         if found is None:
             raise UsageError("which layers can be divided was not measured; plan another strategy.")
-        crossing = n * found.crossing  # each process writes its part, and reads all parts
-        meeting = found.meeting or self.cal.crossing
+        passes = self._passes(found)
+        if found.played:
+            two = replace(self.cfg, hosts=1, per_host=2)
+            predicted = DividedStep(self.profile, self.hw, two, self.cal)._passes(found)
+            longer = found.played / sum(predicted.values())
+            passes = {name: seconds * longer for name, seconds in passes.items()}
         parts = {
-            "compute": self.compute * found.seconds,
-            "layers that all compute": self.compute
-            * (1 - found.seconds)
-            * n ** math.log2(found.growth),
-            "handing over": crossing * (2 + n) / self.hw.local + found.meetings * meeting,
+            **passes,
             "optimizer": self.update * self._own(found.fixed),
             "overhead": self.cal.step,
         }
@@ -393,6 +408,19 @@ class DividedStep(PredictedStep):
             kept = n * held.activations * self._own(found.activations)
             memory = held.fixed * self._own(found.fixed) + kept
         return replace(self.prediction(parts), memory=memory)
+
+    def _passes(self, found: DividedLayers) -> dict[str, float]:
+        """Seconds of a forward and backward, from one replica's step."""
+        n = self.cfg.replicas
+        crossing = n * found.crossing  # each process writes its part, and reads all parts
+        meetings = found.meetings * self.cal.crossing
+        return {
+            "compute": self.compute * found.seconds,
+            "layers that all compute": self.compute
+            * (1 - found.seconds)
+            * n ** math.log2(found.growth),
+            "handing over": crossing * (2 + n) / self.hw.local + meetings,
+        }
 
     def _own(self, share: float) -> float:
         """A process' part of a quantity of which `share` is divided."""

@@ -11,26 +11,32 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import with_tensors
+from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable
 from stratagem.rules.layer_split import LayerCost
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import fast_recurrence, plan_columns
+from stratagem.training.dry_run import DryRun
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import STATES, LayerMeter, saved_tensors
-from stratagem.training.layer_graph import LayerGraph, shapes_of
+from stratagem.training.layer_graph import LayerGraph, shapes_of, trace
 from stratagem.training.replica import current_replica
-from stratagem.training.tensor_layers import Crossing, Enter, sum_of_parts
 from stratagem.training.tensor_plan import TensorPlan, Use, make_plan
-from stratagem.training.tensor_program import gathered_layers
+from stratagem.training.tensor_program import (
+    OPENED,
+    OwnParts,
+    divided_program,
+    gathered_layers,
+)
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 
 #: the number of processes that the plan is made for
 _PROCESSES = 2
 _ROUNDS = 3
-_MEETINGS = 200
+#: of two processes that divide the layers; the first quarter is for warming up
+_PASSES = 16
 
 
 def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
@@ -68,26 +74,39 @@ def _twice(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
 
-def meeting_seconds() -> float:
-    """Measure how long two CPU processes take to all-reduce a few bytes."""
-    strategy = MirroredStrategy(["cpu:0", "cpu:1"])
+def played_seconds(trial: DryRun, given: Any, batch: int) -> float:
+    """Measure a forward and backward of two CPU processes that divide the layers."""
+    assert trial.inputs is not None and trial.arguments is not None
+    x = trial.inputs(given)
+    names = [str(node.target) for node in trace(trial.module, x, OPENED).inputs]
+    whole = trial.arguments(names, rows(x, 0, batch))
+    strategy = MirroredStrategy([f"cpu:{i}" for i in range(_PROCESSES)])
     try:
-        found: list[float] = strategy.run(_meet)
+        found: list[float] = strategy.run(_play, trial.module, names, whole)
         return max(found)
     finally:
         strategy.close()
 
 
-def _meet() -> float:
-    """On each process: the median seconds of an all-reduce, with the wait for the other process."""
-    group, times = SharedScratch(sharing(current_replica().collective)), []
-    x = torch.zeros(16, requires_grad=True)
-    enter = Crossing(Enter, group)
-    for _ in range(_MEETINGS):
+def _play(module: nn.Module, names: list[str], given: list[Any]) -> float:
+    """On each process: the median seconds, with the waits for the other process."""
+    replica, times = current_replica(), []
+    module.train()
+    graph = trace(module, dict.fromkeys(names), OPENED)
+    plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, given))
+    parts = OwnParts(plan, list(module.parameters()), replica.index, _PROCESSES)
+    group = SharedScratch(sharing(replica.collective))
+    program = divided_program(graph, plan, parts, group)
+    inputs = [with_tensors(each, _twice) for each in given]
+    for _ in range(_PASSES):
+        for own in parts.own:
+            own.leaf.grad = None
+        replica.barrier()
         started = time.perf_counter()
-        sum_of_parts(enter(x), group).sum().backward()
-        times.append((time.perf_counter() - started) / 2)
-    return statistics.median(times)
+        outputs = [t for t in tensors_in(program(*inputs)) if t.is_floating_point()]
+        torch.autograd.backward([t.sum() for t in outputs])
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[_PASSES // 4 :])
 
 
 def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:

@@ -93,8 +93,9 @@ class DividedLayers:
     #: bytes that are all-reduced or gathered for one replica's rows, and the number of operations
     crossing: int
     meetings: int
-    #: seconds of such an operation of two processes without data; 0 if not measured
-    meeting: float = 0.0
+    #: seconds of a forward and backward of two processes, each with its part of the layers and both
+    #: replicas' rows; 0 if not measured
+    played: float = 0.0
     #: how much longer the layers that are not divided take for twice the rows
     growth: float = 2.0
 

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from stratagem.errors import ReplicaLost
 from stratagem.replicas import pipe_frames
+from stratagem.wire.freed_memory import keep_freed_memory
 
 log = logging.getLogger("stratagem")
 
@@ -38,6 +39,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
     _import(sys.argv[2].split(","))
     Zygote(channel).serve()
 

@@ -242,8 +242,10 @@ def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
     assert found.parts["compute"] == pytest.approx(0.03 * 0.8)
     assert found.parts["layers that all compute"] == pytest.approx(0.03 * 4 * 0.2)
     assert found.parts["handing over"] == pytest.approx(4 * MB * 6 / 1e9 + 3e-3)
-    tried = model(divided=replace(cut, meeting=2e-3), optimizer=0.0)  # not guessed, but measured
-    assert predict(tried, machine, cfg, cal).step == pytest.approx(found.step + 3e-3)
+    two = predict(model(divided=cut, optimizer=0.0), machine, replace(cfg, per_host=2), cal)
+    tried = replace(cut, played=1.25 * (two.step - cal.step))  # not added up, but measured
+    slower = predict(model(divided=tried, optimizer=0.0), machine, cfg, cal)
+    assert slower.step - cal.step == pytest.approx(1.25 * (found.step - cal.step))
     slower = model(divided=replace(cut, growth=1.5), optimizer=0.0)  # by half for twice the rows
     parts = predict(slower, machine, cfg, cal).parts
     assert parts["layers that all compute"] == pytest.approx(0.03 * 1.5**2 * 0.2)
