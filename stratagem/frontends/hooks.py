@@ -1,4 +1,4 @@
-"""Refuses what `fit` on several replicas cannot support: hooks, shared memory, outer autocast.
+"""Refuses what `fit` on several replicas cannot support: hooks, shared memory, autocast, Keras.
 
 Hooks on parameters and optimizers are not sent with a model. Even if every worker registers its
 own, a hook sees only a part of the gradient, and clipping a part differs from clipping the whole.
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from stratagem.compat.torch_names import OPTIMIZER_HOOKS, TENSOR_HOOKS
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.strategy import Strategy
+from stratagem.training.setup import keras_layer
 
 
 def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
@@ -68,6 +69,18 @@ def refuse_autocast() -> None:
         raise UsageError(
             "fit was called inside of torch.autocast, which the other replicas know nothing of; "
             'call it outside, and say compile(..., precision="bfloat16").'
+        )
+
+
+def refuse_keras(strategy: Strategy, module: nn.Module) -> None:
+    """Raise for a layer of Keras in a module that is sent to other processes: it makes new
+    variables there, which the optimizer that is sent with it does not have."""
+    elsewhere = strategy.settings.one_copy or len(strategy.replica_group.devices) > 1
+    if elsewhere and (keras := keras_layer(module)) is not None:
+        raise NotDistributable(
+            f"{keras!r} is a layer of Keras, whose copies in other processes the optimizer of "
+            "sg.Model does not reach; compile a keras.Model in strategy.scope() and call its fit, "
+            "or use a loop of your own with MirroredStrategy.prepare."
         )
 
 

@@ -150,6 +150,7 @@ def check_fit(job: Fit, strategy: Strategy) -> None:
     size = strategy.replica_group.size
     refuse_once(strategy, job.source, job.validation)
     if size > 1:
+        hooks.refuse_keras(strategy, job.module)
         hooks.refuse_shared(job.module)
         hooks.refuse_autocast()
     if size > 1 or strategy.served:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
 from stratagem.training.replica import Replica
+from stratagem.training.setup import keras_layer
 from stratagem.wire.shard_group import shard_mesh
 from stratagem.wire.torch_dist import TorchCollective
 from stratagem.wire.tree import broadcast_tree
@@ -290,13 +291,11 @@ def _carry(source: nn.Module, target: nn.Module) -> None:
 
 
 def _refuse(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if any(base.__module__.partition(".")[0] == "keras" for base in type(part).__mro__):
-            raise NotDistributable(
-                f"{name or type(part).__name__!r} is a layer of Keras, which keeps its variables "
-                "where torch's fully_shard does not see them, so that each replica would train "
-                "alone; use MirroredStrategy."
-            )
+    if (keras := keras_layer(module)) is not None:
+        raise NotDistributable(
+            f"{keras!r} is a layer of Keras, which keeps its variables where torch's fully_shard "
+            "does not see them, so that each replica would train alone; use MirroredStrategy."
+        )
     for name, param in module.named_parameters():
         if param.dim() == 0:
             raise NotDistributable(

@@ -17,6 +17,7 @@ from stratagem.training.led_loop import LedLoop
 from stratagem.training.prepare import Prepared, check_parameters
 from stratagem.training.replica import Replica, alone, current_call, set_called
 from stratagem.training.settings import Settings
+from stratagem.training.setup import keras_layer
 from stratagem.training.stage_passes import StagePasses
 from stratagem.training.stage_plan import check_optimizer
 
@@ -48,6 +49,12 @@ def prepare_led(
         raise NotDistributable(
             "a loop of your own leads processes on the CPUs of one machine, by shared memory, and "
             "these are on other hosts or devices; use sg.Model(...).fit."
+        )
+    if (keras := keras_layer(model)) is not None:
+        raise NotDistributable(
+            f"{keras!r} is a layer of Keras, and a loop of your own over processes that have one "
+            "model together splits modules of torch; compile a Keras model in strategy.scope() and "
+            "call its fit, or use a MirroredStrategy."
         )
     check_parameters(model, optimizer)
     look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=True)

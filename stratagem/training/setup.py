@@ -117,6 +117,14 @@ def refuse_frequencies(module: nn.Module) -> None:
             )
 
 
+def keras_layer(module: nn.Module) -> str | None:
+    """Return the name of the first layer of Keras in a module; None if there is none."""
+    for name, part in module.named_modules():
+        if any(base.__module__.partition(".")[0] == "keras" for base in type(part).__mro__):
+            return name or type(part).__name__
+    return None
+
+
 def _unexpanded(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return a tensor without the repetitions of `expand`."""
     strides = (tensor if like is None else like).stride()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -574,3 +575,12 @@ def test_keras_models_are_refused_by_name(group: Group) -> None:
         model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4)])
         with pytest.raises(sg.NotDistributable, match="this is a Keras model"):
             model.compile(optimizer="sgd", loss="mse")
+
+    def loop() -> None:
+        keras.utils.clear_session()
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4, "relu", False)])
+        model.set_weights([np.ones((6, 4))])
+        group(2).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(sg.NotDistributable, match="'Sequential' is a layer of Keras, and a loop"):
+        group(2).run(loop)

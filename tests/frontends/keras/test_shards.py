@@ -10,7 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from keras import layers
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.replicas import follower
@@ -137,6 +140,30 @@ def test_frozen_between_calls(sharded: sg.ShardedStrategy) -> None:
         model.fit(x, y, batch_size=9, verbose=0, shuffle=False)
         results.append(model.get_weights())
     alike(*results, 1e-6)
+
+
+def test_a_custom_loop(sharded: sg.ShardedStrategy) -> None:
+    x, y = map(torch.as_tensor, numbers(27))
+
+    def loop(prepare: Any) -> Any:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(7)
+        model = net()
+        fresh = [w.copy() for w in model.get_weights()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(TensorDataset(x, y), batch_size=13)
+        model, optimizer, loader = prepare(model, optimizer, loader)
+        for _ in range(2):
+            for rows, targets in loader:
+                F.cross_entropy(model(rows), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return fresh, model.get_weights()
+
+    fresh, one = loop(lambda *given: given)
+    for _, found in sharded.run(loop, sharded.prepare):
+        alike(one, found, 1e-6)
+    assert max(abs(a - b).max() for a, b in zip(fresh, one, strict=True)) > 1e-3
 
 
 class OwnStep(keras.Model):

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import torch
 from keras import layers
 
 import stratagem as sg
@@ -443,6 +444,25 @@ def test_refusals(pipe: Pipe) -> None:
         trained(pipe(2, 2, split=["nowhere"]), deep, x, y)
     with pytest.raises(sg.NotDistributable, match="columns"):
         trained(sg.PipelineStrategy(cpus(2), columns=2), deep, x, y)
+
+
+def test_keras_models_in_the_place_of_modules(pipe: Pipe) -> None:
+    """The copies of their layers in other processes have other variables."""
+    x, y = torch.randn(8, 6), torch.zeros(8).long()
+
+    def loop() -> None:
+        model = named_once(deep)()
+        pipe().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(sg.NotDistributable, match="'Sequential' is a layer of Keras, and a loop"):
+        pipe().run(loop)
+    sharing = torch.nn.Sequential(torch.nn.Linear(6, 6), deep())
+    for on in (sg.PipelineStrategy(cpus(2)), sg.MirroredStrategy(cpus(2))):
+        model = sg.Model(sharing, on)
+        model.compile(optimizer="sgd", loss="cross_entropy", check=False)
+        with pytest.raises(sg.NotDistributable, match="'1' is a layer of Keras, whose copies"):
+            model.fit(x, y, verbose=0)
+        assert on.replica_group.replica is None  # type: ignore[attr-defined]
 
 
 class Late(layers.Layer):
