@@ -56,7 +56,8 @@ class PipelineStrategy(Strategy):
         columns: cut stacks of LSTM, GRU or RNN layers, and their sequences into so many chunks of
             time, instead of batches into microbatches; "auto" tries several numbers on the first
             batches, and pieces by rows as well unless microbatches=1, and takes the fastest.
-        memory: bytes that a stage may take for its parameters and activations.
+        memory: bytes that a stage may take for its parameters, gradients, two optimizer states and
+            activations; None: no limit.
         data: parallel pipelines, as in `sg.Mesh`; `devices` names the devices of all of them.
         cross_device_ops: None takes shared memory on the CPUs of one machine, messages ("ring":
             Gloo's) between machines. "ring" sends messages on one machine, too.
@@ -97,7 +98,7 @@ class PipelineStrategy(Strategy):
         if data != 1:
             _check_data(data, total, columns)
         if columns is not None:
-            _check_columns(columns, microbatches, schedule, split, found)
+            _check_columns(columns, microbatches, schedule, split, memory, found)
         pipeline = Pipeline(
             _count(1 if columns is not None else microbatches),
             schedule,
@@ -172,7 +173,12 @@ def _check_data(data: Any, devices: int, columns: Any) -> None:
 
 
 def _check_columns(
-    columns: Any, microbatches: Any, schedule: str, split: Any, devices: Sequence[str]
+    columns: Any,
+    microbatches: Any,
+    schedule: str,
+    split: Any,
+    memory: float | None,
+    devices: Sequence[str],
 ) -> None:
     if any(not name.startswith("cpu") for name in devices):
         raise NotDistributable(
@@ -184,10 +190,10 @@ def _check_columns(
         raise UsageError(
             f'columns={columns!r}; give the number of chunks of time, 1 or more, or "auto".'
         )
-    if microbatches not in ("auto", 1) or schedule != "1f1b" or split != "auto":
+    if microbatches not in ("auto", 1) or (schedule, split, memory) != ("1f1b", "auto", None):
         raise UsageError(
             "columns cut the sequence and not the batch, in a schedule of their own, by the "
-            "weights of recurrent layers; leave microbatches, schedule and split out."
+            "weights of recurrent layers; leave microbatches, schedule, split and memory out."
         )
 
 

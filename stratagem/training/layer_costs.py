@@ -51,6 +51,13 @@ def _fastest(rounds: Sequence[_Once], fixed: int, alike: _Alike) -> LayerCost:
     return LayerCost(best.seconds, fixed, kept, crossing, best.forward, best.late)
 
 
+def held_bytes(graph: LayerGraph) -> list[int]:
+    """The bytes of parameters, gradients and optimizer state, by layer."""
+    parts = [StagePart(i, [i], layer.nodes) for i, layer in enumerate(graph.layers)]
+    used = (tensors_of(graph, part) for part in parts)
+    return [sum(t.nbytes * (1 + STATES * t.requires_grad) for t in tensors) for tensors in used]
+
+
 class LayerMeter:
     """Measures the layers of a graph on some rows; leaves the model as it was."""
 
@@ -77,18 +84,13 @@ class LayerMeter:
                     buffer.copy_(value)
             for param, grad in grads:
                 param.grad = grad
-        fixed = [self._fixed(i) for i in range(len(self._graph.layers))]
+        fixed = held_bytes(self._graph)
         ordered = sorted((each for times in rounds for each in times), reverse=True)
         alike = {each.like: each for each in ordered}
         return [
             _fastest(times, bytes_held, alike)
             for times, bytes_held in zip(zip(*rounds, strict=True), fixed, strict=True)
         ]
-
-    def _fixed(self, index: int) -> int:
-        part = StagePart(index, [index], self._graph.layers[index].nodes)
-        used = tensors_of(self._graph, part)
-        return sum(t.nbytes * (1 + STATES * t.requires_grad) for t in used)
 
     def _round(self, inputs: Sequence[Any]) -> list[_Once]:
         values: dict[fx.Node, Any] = {}

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from math import inf
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.layer_split import LayerCost, slowest, split_layers
 from stratagem.rules.schedules import SCHEDULES, kept
 from stratagem.training.isolated_run import dry_run
-from stratagem.training.layer_costs import LayerMeter
+from stratagem.training.layer_costs import LayerMeter, held_bytes
 from stratagem.training.layer_graph import LayerGraph, run_graph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage import cut
@@ -51,8 +52,9 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
             f"the model has {len(graph.layers)} layers that can be cut apart ({names}), and "
             f"{parts} stages need one each; name fewer devices."
         )
-    if pipeline.split is not None:
-        named_split(graph, pipeline.split, parts)
+    named = None if pipeline.split is None else named_split(graph, pipeline.split, parts)
+    if pipeline.memory is not None:
+        _check_memory(held_bytes(graph), pipeline, parts, named)
     pieces = pipeline.microbatches != 1 or pipeline.data > 1
     many = pieces and pipeline.batch_norm is None
     for name, part in graph.module.named_modules():
@@ -74,6 +76,22 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
                 "batches into microbatches; use GroupNorm or LayerNorm, or microbatches=1, or say "
                 'batch_norm="microbatch" to have it normalise over microbatches, unlike one device.'
             )
+
+
+def _check_memory(
+    held: Sequence[int], pipeline: Pipeline, parts: int, named: Sequence[int] | None
+) -> None:
+    """Refuse layers that take too much of a stage before there is any activation."""
+    assert pipeline.memory is not None
+    costs = [LayerCost(each) for each in held]  # so that the "slowest" stage is the largest
+    largest = slowest(costs, named or split_layers(costs, parts) or [0])
+    if largest > pipeline.memory / pipeline.parts:
+        raise NotDistributable(
+            f"the model's layers take {sum(held) / 1e6:.3g} MB with gradients and two optimizer "
+            f"states, the largest of {parts} stages {largest / 1e6:.3g} MB, and memory= allows "
+            f"{pipeline.memory / pipeline.parts / 1e6:.3g} MB; name more devices, or allow more "
+            "memory."
+        )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -168,9 +186,11 @@ def make_plan(
             plan = StagePlan(pipeline.microbatches or microbatches, tuple(firsts))
             best = (step, plan, costs)
     if best is None:
+        which = "no split" if pipeline.split is None else "not the split= given"
         raise NotDistributable(
-            f"no split of the model's {len(graph.layers)} layers over {devices} devices fits into "
-            f"{(pipeline.memory or 0) / 1e6:.0f} MB each; name more devices, or allow more memory."
+            f"{which} of the model's {len(graph.layers)} layers over {devices} devices fits into "
+            f"{(pipeline.memory or 0) / 1e6:.3g} MB each, activations included; name more "
+            "devices, or allow more memory."
         )
     return best[1], _table(graph, best[1], devices, best[2])
 
@@ -202,14 +222,17 @@ def _firsts(
     costs: Sequence[LayerCost],
 ) -> Sequence[int] | None:
     parts = devices * pipeline.parts
-    if pipeline.split is not None:
-        return named_split(graph, pipeline.split, parts)
     schedule = SCHEDULES[pipeline.schedule]
     held = [kept(schedule(d, devices, microbatches, pipeline.parts)) for d in range(devices)]
     # a device's parts share what it keeps
     each = [-(-held[part % devices] // pipeline.parts) for part in range(parts)]
-    limit = None if pipeline.memory is None else pipeline.memory / pipeline.parts
-    return split_layers(costs, parts, each, limit)
+    limit = inf if pipeline.memory is None else pipeline.memory / pipeline.parts
+    if pipeline.split is None:
+        return split_layers(costs, parts, each, limit)
+    firsts = named_split(graph, pipeline.split, parts)
+    stages = zip(firsts, [*firsts[1:], len(costs)], each, strict=True)
+    taken = (sum(c.fixed + n * c.activation for c in costs[i:j]) for i, j, n in stages)
+    return firsts if max(taken) <= limit else None
 
 
 def _table(graph: LayerGraph, plan: StagePlan, devices: int, costs: Sequence[LayerCost]) -> str:

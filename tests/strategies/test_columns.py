@@ -129,8 +129,9 @@ def test_what_has_no_columns() -> None:
     refused("'a' is given its first state", Odd("given"))
     refused("'flip' lies between recurrent layers", Odd("mixed"))
     refused("3 recurrent layers, and 4 stages", Odd("plain"), devices=cpus(4))
-    with pytest.raises(sg.UsageError, match="leave microbatches, schedule and split out"):
-        sg.PipelineStrategy(cpus(2), 4, columns=2)
+    for more in ({"microbatches": 4}, {"schedule": "gpipe"}, {"split": ["a"]}, {"memory": 1e9}):
+        with pytest.raises(sg.UsageError, match="microbatches, schedule, split and memory out"):
+            sg.PipelineStrategy(cpus(2), columns=2, **more)  # type: ignore[arg-type]
     with pytest.raises(sg.UsageError, match="columns=0"):
         sg.PipelineStrategy(cpus(2), columns=0)
 

@@ -442,8 +442,11 @@ def test_refusals(pipe: Pipe) -> None:
         trained(pipe(5, 2), deep, x, y)
     with pytest.raises(sg.UsageError, match="'nowhere', and the model has no layer"):
         trained(pipe(2, 2, split=["nowhere"]), deep, x, y)
-    with pytest.raises(sg.NotDistributable, match="columns"):
-        trained(sg.PipelineStrategy(cpus(2), columns=2), deep, x, y)
+    for words, option in (("columns", {"columns": 2}), ("largest of 2 stages", {"memory": 1e3})):
+        on = sg.PipelineStrategy(cpus(2), **option)  # type: ignore[arg-type]
+        with pytest.raises(sg.NotDistributable, match=words):
+            trained(on, deep, x, y)
+        assert on.replica_group.replica is None  # type: ignore[attr-defined]
 
 
 def test_keras_models_in_the_place_of_modules(pipe: Pipe) -> None:
