@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.training.column_plan import fast_recurrence
 from tests import spread
+from tests.clock import in_time
+from tests.strategies.test_pipeline_faults import Break, Mishap
 from tests.support import by_hand, cpus, distance, moved
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,21 +69,118 @@ def columns(request: pytest.FixtureRequest) -> Iterator[sg.PipelineStrategy]:
         yield made
 
 
-@pytest.mark.parametrize("reads", ["all", "last", "state"])
-def test_chunks_of_time_are_exact(columns: sg.PipelineStrategy, reads: str) -> None:
-    x, y = rows(reads)
-    for kind, options in (
-        (nn.LSTM, {}),
-        (nn.GRU, {"residual": True}),
-        (nn.RNN, {"first": False}),
-    ):
+READS = ("all", "last", "state")
+KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (nn.LSTM, {}),
+    (nn.GRU, {"residual": True}),
+    (nn.RNN, {"first": False}),
+)
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_chunks_of_time_are_exact(columns: sg.PipelineStrategy, turn: int) -> None:
+    """Every kind of layer, each with another part of the output that is read."""
+    for (kind, options), reads in zip(KINDS, READS[turn:] + READS[:turn], strict=True):
+        x, y = rows(reads)
         module = Stack(kind, reads, **options).double()
         one = by_hand(module, adam, F.cross_entropy, x, y, batch=5)
-        model = sg.Model(Stack(kind, reads, **options).double(), columns)
-        model.compile(optimizer=adam, loss="cross_entropy", clip_norm=1e3, metrics=["accuracy"])
-        model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        model = fitted(columns, module, x, y, clip_norm=1e3, metrics=["accuracy"])
         assert distance(one, model.module) < 1e-12, kind
         assert moved(module, one)
+
+
+def fitted(
+    on: sg.Strategy | None, module: nn.Module, x: Tensor, y: Tensor, **options: Any
+) -> sg.Model:
+    fit = {name: options.pop(name) for name in _OF_FIT if name in options}
+    model = sg.Model(copy.deepcopy(module), on)
+    model.compile(optimizer=adam, loss="cross_entropy", **options)
+    model.fit(x, y, **{"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0, **fit})  # type: ignore[arg-type]
+    return model
+
+
+_OF_FIT = ("epochs", "sample_weight", "validation_data", "checkpoint", "resume", "callbacks")
+
+
+def test_clipping_accumulation_and_ignored_targets(columns: sg.PipelineStrategy) -> None:
+    """By the norm of all devices; whole batches and moments of time are left out of the loss."""
+    (x, y), module = rows("all"), Stack(nn.LSTM, "all").double()
+    y[:, ::3], y[2:7] = -100, -100
+    clip = lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05)  # noqa: E731
+    how: dict[str, Any] = {"batch": 5, "accumulate": 2}
+    one = by_hand(module, adam, F.cross_entropy, x, y, before_step=clip, **how)
+    model = fitted(columns, module, x, y, clip_norm=0.05, accumulate=2)
+    assert distance(one, model.module) < 1e-8  # the norm is not rounded as torch rounds it
+    assert distance(one, by_hand(module, adam, F.cross_entropy, x, y, **how)) > 1e-3
+
+
+def test_sample_weights_validation_and_other_calls(columns: sg.PipelineStrategy) -> None:
+    (x, y), module = rows("last"), Stack(nn.GRU, "last").double()
+    weight = torch.rand(13, generator=torch.Generator().manual_seed(1)).double()
+    options: dict[str, Any] = {"sample_weight": weight, "validation_data": (x, y)}
+    found = []
+    for on in (None, columns):
+        model = fitted(on, module, x, y, metrics=["accuracy"], **options)
+        history = model.history.history  # type: ignore[union-attr]
+        del history["examples_per_second"]
+        scores = model.evaluate(x, y, verbose=0)
+        found.append((model.module, [*history.values(), [*scores.values()]], model.predict(x)))
+    (one, numbers, guessed), (other, *told) = found
+    assert distance(one, other) < 1e-12 and moved(module, one)
+    assert distance(one, fitted(None, module, x, y).module) > 1e-3
+    for expected, values in zip(numbers, told[0], strict=True):
+        assert values == pytest.approx(expected, abs=1e-9)
+    assert torch.allclose(guessed, told[1], atol=1e-12)
+
+
+def test_mixed_precision(columns: sg.PipelineStrategy) -> None:
+    """Chunks are rounded separately."""
+    (x, y), module = rows("last"), Stack(nn.LSTM, "last")
+    one = fitted(None, module, x, y, precision="bfloat16").module
+    found = fitted(columns, module, x, y, precision="bfloat16").module
+    assert distance(one, found) < 0.01 < distance(module, found)
+    assert distance(one, fitted(None, module, x, y).module) > 0.01
+
+
+def test_files_and_a_training_that_goes_on(columns: sg.PipelineStrategy, tmp_path: Path) -> None:
+    """A checkpoint in mid-epoch, and one plain file, with and without columns."""
+    (x, y), module = rows("state"), Stack(nn.LSTM, "state").double()
+    whole = by_hand(module, adam, F.cross_entropy, x, y, batch=5, epochs=3)
+    plan: dict[str, Any] = {"checkpoint": sg.Checkpoints(tmp_path / "run", every=1), "epochs": 3}
+    with pytest.raises(RuntimeError, match="broken off"):
+        fitted(columns, module, x, y, callbacks=Break(5), **plan)
+    rest = fitted(None, module, x, y, resume=True, **plan)
+    assert distance(whole, rest.module) < 1e-12
+    path = fitted(columns, module, x, y, epochs=1).save(tmp_path / "model.safetensors")
+    for on in (None, columns):
+        model = sg.Model(Stack(nn.LSTM, "state").double(), on)
+        model.compile(optimizer=adam, loss="cross_entropy")
+        model.load(path)
+        model.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
+        assert distance(whole, model.module) < 1e-12
+
+
+class Ending(Stack):
+    """Acts on the last device, in the third batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(nn.LSTM, "all")
+        self.mishap = Mishap(kind)
+        self.mishap.calls = 6
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.mishap(super().forward(x))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "raise"])
+def test_a_device_that_fails_is_named(kind: str) -> None:
+    errors = {"raise": sg.ReplicaFailed, "SIGKILL": sg.ReplicaLost, "SIGSTOP": sg.ReplicaStalled}
+    with sg.PipelineStrategy(cpus(2), columns=3, patience=sg.Patience(answer=3.0)) as on:
+        began = time.monotonic()
+        with pytest.raises(errors[kind], match="replica 1"):
+            fitted(on, Ending(kind), *rows("all"), check=False)
+        in_time(time.monotonic() - began, 8.0)
 
 
 def test_each_device_has_layers_of_its_own() -> None:

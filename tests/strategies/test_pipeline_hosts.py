@@ -169,13 +169,29 @@ def test_a_failure_leaves_no_old_layers(
 
 
 SCRIPT = f'{HEAD}strategy = sg.PipelineStrategy(cross_device_ops="ring"){TRAIN}'
+COLUMNS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tests.strategies.test_columns import Stack, adam, fitted, rows
+from tests.support import by_hand, distance
+import stratagem as sg
+strategy = sg.PipelineStrategy(columns=3, cross_device_ops="ring")
+x, y = rows("all")
+module = Stack(nn.LSTM, "all").double()
+one = by_hand(module, adam, F.cross_entropy, x, y, batch=5)
+model = fitted(strategy, module, x, y, clip_norm=1e3, validation_data=(x, y))
+print("columns", distance(one, model.module) < 1e-12, distance(one, module) > 1e-3, flush=True)
+"""
 
 
 def test_workers_of_a_cluster(two: Cluster) -> None:
-    """`sg.PipelineStrategy()` in a script that is started twice, one task per stage."""
-    everybody = two.all(SCRIPT)
+    """`sg.PipelineStrategy()` in a script that is started twice, one task per stage; then, in the
+    same tasks, recurrent layers in columns."""
+    everybody = two.all(f"{SCRIPT}strategy.close()\n{COLUMNS}")
     end_well(everybody)
     assert all("exact True True 2" in each.out for each in everybody), everybody
+    assert all("columns True True" in each.out for each in everybody), everybody
 
 
 @pytest.mark.slow
@@ -250,24 +266,33 @@ model, _ = trained(strategy, deep, x, y, optimizer=keras.optimizers.Adam)
 print("exact", apart(one, model) < 1e-6)
 """
 
-SCRIPTS = {
-    "torch": (2, f"{HEAD}strategy = sg.PipelineStrategy(){TRAIN}", "exact True True 2"),
-    "mesh": (
-        4,
-        f"{HEAD}strategy = sg.Mesh(data=2, stage=2, microbatches=2){TRAIN}",
-        "exact True True 2",
-    ),
-    "keras": (2, KERAS, "exact True"),
-}
+#: three strategies one after another, in the same tasks
+STAGES = f"""{HEAD}strategy = sg.PipelineStrategy(){TRAIN}
+strategy.close()
+{COLUMNS.replace(', cross_device_ops="ring"', "")}
+strategy.close()
+{KERAS}"""
+MESH = f"{HEAD}strategy = sg.Mesh(data=2, stage=2, microbatches=2){TRAIN}"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 @needs_hosts
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_hosts(tmp_path: Path, name: str) -> None:
-    """The mesh has two tasks per host, so that its columns cross the hosts."""
-    count, script, words = SCRIPTS[name]
+def test_stages_on_two_hosts(tmp_path: Path) -> None:
+    said = on_hosts(tmp_path, 2, STAGES)
+    assert said == [["exact True True 2", "columns True True", "exact True"]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@needs_hosts
+def test_a_mesh_on_two_hosts(tmp_path: Path) -> None:
+    """Two tasks per host, so that its columns cross the hosts."""
+    assert on_hosts(tmp_path, 4, MESH) == [["exact True True 2"]] * 4
+
+
+def on_hosts(tmp_path: Path, count: int, script: str) -> list[list[str]]:
+    """Run a script in so many tasks on two hosts; what each says about its result."""
     (tmp_path / "train.py").write_text(script)
     with Hosts(2) as hosts:
         workers = [f"{hosts.address(i * 2 // count)}:{2222 + i}" for i in range(count)]
@@ -284,5 +309,5 @@ def test_hosts(tmp_path: Path, name: str) -> None:
             )
             for i in range(count)
         ]
-        said = [each.communicate(timeout=360)[0].splitlines()[-1] for each in running]
-    assert said == [words] * count
+        said = [each.communicate(timeout=360)[0].splitlines() for each in running]
+    return [[line for line in lines if line.startswith(("exact", "columns"))] for lines in said]
