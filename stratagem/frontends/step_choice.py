@@ -10,7 +10,7 @@ from stratagem.frontends.apart import Apart
 from stratagem.frontends.sharded_steps import sharded_step
 from stratagem.frontends.steps import OneDevice, Replicated, Searching, Sliced
 from stratagem.state.sliced import can_slice
-from stratagem.training.lossy_wire import check_optimizer, refuse_half
+from stratagem.training.lossy_wire import check_optimizer, refuse_scaler
 from stratagem.training.replica import Replica
 
 
@@ -30,7 +30,7 @@ def choose(training: Training, replica: Replica) -> OneDevice:
         )
     check_optimizer(settings, optimizer, replica)
     if recipe.autocast is torch.float16 and replica.count > 1:
-        refuse_half(settings)
+        refuse_scaler(settings, 'precision="float16"')
     if replica.count == 1:
         return (Searching if searches else OneDevice)(training, replica)
     if searches:

@@ -28,6 +28,8 @@ _warned_of: set[Any] = set()
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
     """Refuse an optimizer that fails with a lossy wire, and warn that results are not exact."""
     wire = settings.wire
+    if replica.count > 1 and type(optimizer).__name__ in _SCALERS:
+        refuse_scaler(settings, type(optimizer).__name__)
     _warn_of_sync(settings, replica)
     if not isinstance(wire, Compression):
         return
@@ -95,19 +97,33 @@ def _warn_of_sync(settings: Settings, replica: Replica) -> None:
     )
 
 
-def refuse_half(settings: Settings) -> None:
-    """Refuse a GradScaler, which changes the scale of gradients now and then."""
+#: what scales gradients by a number that changes, and what to use in its place
+_SCALERS = {
+    'precision="float16"': 'use precision="bfloat16"',
+    "GradScaler": "leave the scaler out and use bfloat16",
+    "LossScaleOptimizer": "use the policy mixed_bfloat16",
+}
+
+
+def forbids_scaler(settings: Settings) -> bool:
+    """Whether gradients must keep their scale from step to step."""
+    return settings.sync is not None or isinstance(settings.wire, Compression)
+
+
+def refuse_scaler(settings: Settings, scaler: str) -> None:
+    """Refuse a scaler of gradients: parts of them that are kept, and replicas that find scales of
+    their own, would be of another scale than the rest."""
+    if not forbids_scaler(settings):
+        return
     if settings.sync is not None:
-        raise NotDistributable(
-            f'precision="float16" finds a scale for the gradients of all, and with sync='
-            f'{settings.sync!r} each replica has its own; use precision="bfloat16".'
-        )
-    if isinstance(settings.wire, Compression):
-        raise NotDistributable(
-            f'precision="float16" scales gradients by a number that changes, and wire='
-            f"{settings.wire!r} keeps some of them for later steps; use precision="
-            '"bfloat16".'
-        )
+        why = f"with sync={settings.sync!r} each replica would find its own, and skip other steps"
+        out = "sync"
+    else:
+        why, out = f"wire={settings.wire!r} keeps parts of gradients for later steps", "wire"
+    raise NotDistributable(
+        f"{scaler} scales gradients by a number that changes, and {why}; {_SCALERS[scaler]}, or "
+        f"leave {out} out."
+    )
 
 
 def _momenta(optimizer: Any) -> list[float]:

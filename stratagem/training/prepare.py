@@ -22,7 +22,7 @@ from stratagem.training import fingerprint, hints, meetings, setup, sync_batchno
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.fingerprint import of_arrays
-from stratagem.training.lossy_wire import check_optimizer
+from stratagem.training.lossy_wire import check_optimizer, forbids_scaler, refuse_scaler
 from stratagem.training.replica import Replica, be, current_replica
 from stratagem.training.settings import Settings
 from stratagem.training.sharded_exchange import refuse_loop, share_update
@@ -120,8 +120,9 @@ def join_gradients(
     undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
         replica.loop.keepers.append(exchange)
+    if forbids_scaler(settings):
         undo.append(partial(show_scaler, optimizer, show_scaler(optimizer)))
-        undo.append(optimizer.register_step_pre_hook(_refuse_scaler).remove)
+        undo.append(optimizer.register_step_pre_hook(partial(_look_for_scaler, settings)).remove)
     if settings.sharded:
         undo.append(share_update(replica, optimizer))
     if settings.committer is not None:
@@ -207,13 +208,10 @@ def _synced(found: weakref.ref[GradientExchange]) -> Callable[..., None]:
     return after_step
 
 
-def _refuse_scaler(optimizer: Any, *_: Any) -> None:
-    """Refuse a GradScaler that skips steps of one replica: the others would wait for ever."""
+def _look_for_scaler(settings: Settings, optimizer: Any, *_: Any) -> None:
+    """Refuse a GradScaler, also where it would skip this step."""
     if getattr(optimizer, "found_inf", None) is not None:
-        raise NotDistributable(
-            "with sync= each replica would find a scale of its own for GradScaler, and skip steps "
-            "that the others make; leave the scaler out and use bfloat16, or leave sync out."
-        )
+        refuse_scaler(settings, "GradScaler")
 
 
 def _take_away(exchange: GradientExchange, undo: list[Callable[[], Any]]) -> None:

@@ -378,18 +378,28 @@ def test_one_replica_sends_nothing_and_is_exact() -> None:
         assert far(fitted(made).module, fitted(plain).module) == 0.0
 
 
-def twice(made: Any) -> None:
-    module = mlp()
+def twice(made: Any, optimizer: Any = sgd, scaled: bool = False) -> None:
+    """A custom loop that adds up the gradients of its batches, or steps with a scaler."""
+    module, scaler = mlp(), torch.amp.GradScaler("cpu", enabled=scaled)
     loader = DataLoader(TensorDataset(*data(40)), batch_size=10)
-    model, _, shares = made.prepare(module, sgd(module.parameters()), loader)
+    model, optimizer, shares = made.prepare(module, optimizer(module.parameters()), loader)
     for x, y in shares:
-        F.cross_entropy(model(x), y).backward()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        if scaled:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
 
-def test_momentum_of_gradients_that_are_added_up_is_refused() -> None:
-    refused = pytest.raises(sg.NotDistributable, match="call zero_grad before each backward")
-    with strategy(2, wire=sg.TopK(0.5, momentum=0.9)) as made, refused:
-        made.run(twice, made)
+def test_loops_that_a_compression_leads_astray_are_refused() -> None:
+    refused = (sg.NotDistributable, sg.ReplicaFailed)  # whichever replica comes there first
+    with strategy(2, wire=sg.TopK(0.5, momentum=0.9)) as made:
+        with pytest.raises(refused, match="call zero_grad before each backward"):
+            made.run(twice, made)
+        with pytest.raises(refused, match=r"Adam divides by.*use SGD, or sg\.Int8"):
+            made.run(twice, made, torch.optim.Adam)
+        with pytest.raises(refused, match="leave the scaler out.*leave wire out"):
+            made.run(twice, made, sgd, True)
     with strategy(2, wire=sg.TopK(0.5)) as made:
         made.run(twice, made)
 

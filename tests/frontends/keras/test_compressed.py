@@ -51,12 +51,15 @@ def test_a_keras_model_trains_with_the_same_records() -> None:
     assert 1e-3 < far(trained(sg.TopK(0.1)), exact) < 0.3
 
 
-def test_adam_is_refused_under_top_k() -> None:
+def test_optimizers_that_a_record_leads_astray_are_refused() -> None:
     x, y = (each.numpy() for each in data(20))
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    sentences = {"adam": "Adam divides by", scaled: "mixed_bfloat16, or leave wire out"}
     with strategy(2, wire=sg.TopK(0.1)) as where:
-        model = made(where.scope(), "adam")
-        with pytest.raises(sg.NotDistributable, match="Adam divides by"):
-            model.fit(x, y, batch_size=10, verbose=0)
+        for optimizer, sentence in sentences.items():
+            model = made(where.scope(), optimizer)
+            with pytest.raises(sg.NotDistributable, match=sentence):
+                model.fit(x, y, batch_size=10, verbose=0)
 
 
 class LikeKeras(nn.Module):
