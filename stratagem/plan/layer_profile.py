@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.data.shares import rows
-from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.divided_profile import chunk_tables, divided_layers
+from stratagem.plan.divided_profile import chunk_tables, divided_layers, reason
 from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
@@ -84,16 +83,16 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
     try:
         graph = trace(trial.module, x)
         check_layers(graph, Pipeline(), 2)
-    except (NotDistributable, UsageError) as problem:
-        return replace(found, unpiped=str(problem))
-    names = [str(node.target) for node in graph.inputs]
-    meter, tables = LayerMeter(graph), []
-    for pieces in _PIECES:
-        if pieces <= found.batch:
-            given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
-            tables.append(LayerTable(pieces, tuple(meter.measure(given))))
-    whole = trial.arguments(names, rows(x, 0, found.batch))
-    chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
+        names = [str(node.target) for node in graph.inputs]
+        meter, tables = LayerMeter(graph), []
+        for pieces in _PIECES:
+            if pieces <= found.batch:
+                given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
+                tables.append(LayerTable(pieces, tuple(meter.measure(given))))
+        whole = trial.arguments(names, rows(x, 0, found.batch))
+        chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
+    except Exception as problem:
+        return replace(found, unpiped=reason(problem))
     return replace(found, layers=tuple(tables), chunks=chunks, unchunked=rest)
 
 
@@ -106,5 +105,5 @@ def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
         names = [str(node.target) for node in graph.inputs]
         given = trial.arguments(names, rows(x, 0, found.batch))
         return replace(found, divided=divided_layers(graph, given))
-    except (NotDistributable, UsageError) as problem:
-        return replace(found, undivided=str(problem))
+    except Exception as problem:
+        return replace(found, undivided=reason(problem))

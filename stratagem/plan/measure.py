@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.plan.divided_profile import played_seconds
+from stratagem.plan.divided_profile import with_played
 from stratagem.plan.host_memory import available, least
 from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.lossy import codec_times
@@ -92,8 +92,7 @@ def rehearse(
             measured = replace(measured, crowd=crowd(trial, given, many))
             measured = with_stages(measured, trial, given, many)
         if many and measured.divided is not None:
-            played = played_seconds(trial, given, measured.batch)
-            measured = replace(measured, divided=replace(measured.divided, played=played))
+            measured = with_played(measured, trial, given, say)
     return measured
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stratagem.cluster.environment import cores
 from stratagem.data.shares import rows, tensors_in, with_tensors
+from stratagem.plan.divided_profile import reason
 from stratagem.plan.profile import Profile, StageTime
 from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import SCHEDULES, Op
@@ -90,8 +91,17 @@ def _judge(m: int, output: Any) -> Tensor:
 
 def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
     """Add the seconds of stages' operations with `many` processes, if the model can be split."""
-    if not many or not measured.layers or trial.inputs is None or trial.arguments is None:
+    if not many or not measured.layers:
         return measured
+    try:
+        return _with_stages(measured, trial, given, many)
+    except Exception as problem:
+        whole = replace(measured, layers=(), chunks=(), unchunked=())
+        return replace(whole, unpiped=reason(problem))
+
+
+def _with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
+    assert trial.inputs is not None and trial.arguments is not None
     x, batch = trial.inputs(given), measured.batch
     names = [str(node.target) for node in trace(trial.module, x).inputs]
     played = (trial.module, names, trial.arguments(names, rows(x, 0, batch)), batch)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +81,13 @@ def test_replicas_at_once_are_processes(
     if not compiled:
         options = {"loss": cross_entropy, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
     answer = sg.plan(net, data(), most=2, **options)
-    seen = set((tmp_path / "book").read_text().split())
-    assert str(os.getpid()) in seen and len(seen) >= 2  # the divided model is played by others
-    assert [n for n, _ in answer.plan.profile.crowd] == [2]
+    seen = Counter((tmp_path / "book").read_text().split())
+    # processes that have stages or divided layers trace it once, and then run its layers
+    often = [pid for pid, count in seen.items() if count > 5]
+    assert str(os.getpid()) in often and len(often) == 2
+    found = answer.plan.profile
+    assert [n for n, _ in found.crowd] == [2]
+    assert found.divided is not None and 0 < found.divided.played < math.inf
 
 
 def _descent(params: Any) -> torch.optim.Optimizer:
