@@ -34,6 +34,7 @@ from stratagem.training.dry_run import DryRun
 from stratagem.training.exchange import BUCKET_BYTES
 from stratagem.wire.buckets import plan_buckets
 from stratagem.wire.device_kinds import kind_of
+from stratagem.wire.freed_memory import keep_freed_memory
 
 Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
@@ -65,6 +66,8 @@ def rehearse(
         raise UsageError("the batch to plan with has no example; give one with some rows.")
     size = batch or max(1, whole // trial.replicas)
     device = torch.device(trial.device)
+    if device.type == "cpu":  # as in all trainings, also where no strategy was made yet
+        keep_freed_memory()
     given = batch_of(trial, size, device)
     _check_memory(trial, device, size)
     with _restored(trial), _explained(trial.module, size):
