@@ -95,7 +95,7 @@ def with_played(
 
 
 def reason(problem: Exception) -> str:
-    """Say why a strategy cannot be used; a failure must not end the plan of all other strategies."""
+    """Say why a strategy cannot be used; its failure must not end the plan of all others."""
     if isinstance(problem, NotDistributable | UsageError):
         return str(problem)
     lines = str(problem).strip().splitlines() or [""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ def with_layers(
         unpiped=trial.unpiped,
         unsharded=trial.unsharded,
         undivided=trial.undivided,
+        sharded_here=trial.sharded_here,
     )
     if trial.inputs is None or trial.arguments is None:
         return found
@@ -53,10 +55,10 @@ def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprin
     module, optimizer = trial.module, trial.optimizer
     own = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
     gradients = sum(p.nbytes for p in params)
-    states = 0
+    values: Iterable[Any] = trial.beside  # Keras' optimizers are not torch's
     if optimizer is not None:
         values = (v for each in optimizer.state.values() for v in each.values())
-        states = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    states = sum(v.nbytes for v in values if isinstance(v, Tensor))
     return Footprint(own, gradients, states, _kept(trial, batch))
 
 
@@ -81,7 +83,7 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
-        graph = trace(trial.module, x)
+        graph = trial.layers(trial.module, x)
         check_layers(graph, Pipeline(), 2)
         names = [str(node.target) for node in graph.inputs]
         meter, tables = LayerMeter(graph), []

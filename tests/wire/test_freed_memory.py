@@ -103,9 +103,7 @@ def test_a_setting_of_the_users_stays(chosen: str | None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
-def test_only_who_trains_on_the_cpu_keeps_any(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_who_trains_on_the_cpu_keeps_any(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(freed_memory, "_set", told.append)
     group: Any = SimpleNamespace(devices=(device,), place=None, close=lambda: None)
