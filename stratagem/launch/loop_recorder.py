@@ -33,6 +33,7 @@ from stratagem.errors import UsageError
 from stratagem.training.dry_run import DryRun, dealt, hand_over
 
 _INSTEAD = "use sg.plan(module, (x, y), loss=..., optimizer=...) in its place"
+_UNPLANNED = "it is not predicted for a custom loop"
 #: more forward-only calls of a module than this, for each call with gradients, are a preparation
 #: before the loop (features of all the data, for instance)
 _OFTEN = 8
@@ -272,6 +273,9 @@ def _hand_over(
             accumulated=len(rows),
             notes=notes,
             own_loop=True,
+            unpiped=f"{_UNPLANNED}; PipelineStrategy and Mesh take one: docs/model-parallel.md.",
+            unsharded=f"{_UNPLANNED}; CPU replicas of one machine take one: docs/sharded.md.",
+            undivided=f"{_UNPLANNED}; TensorParallelStrategy takes one: docs/model-parallel.md.",
         )
     )
 

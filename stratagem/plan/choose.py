@@ -222,7 +222,7 @@ def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configurat
     """The strategies that divide the model, if its memory was measured."""
     if profile.footprint is None or profile.sparse:
         return
-    if not profile.unsharded:
+    if not profile.unsharded and (hosts == 1 or not profile.sharded_here):
         yield Configuration(SHARDED, hosts, per_host)
     if hosts > 1:  # stages are devices of one host
         return

@@ -340,6 +340,7 @@ class _ServerStep(PredictedStep):
         if self.cfg.hosts > 1 and self.cfg.servers == 1:
             pushed, took, updated = times(0, 0, 0)
             full = replicas * max(max(size, values) / self._rates()[1], update)
+            compute = self._at_own_pace(compute / max(full, cycle(pushed, took, updated)))
             waits = max(0.0, full - cycle(pushed, took, updated))
             if full > updated * replicas:
                 took, met = took + waits, replicas - 1
@@ -368,9 +369,9 @@ class _ServerStep(PredictedStep):
         profile, here = self.profile, self.cfg.per_host
         if not self.on_cpu or here == 1 or not profile.crowd:
             return self.compute
-        beside = self.compute / sampled(here, here, profile.spread)
         alone = profile.with_threads(max(1, self.hw.cores // here))
-        return beside - max(0.0, beside - alone) * (1 - part)
+        beside = max(alone, self.compute / sampled(here, here, profile.spread))
+        return alone + (beside - alone) * part
 
     def _server_link(self, at_once: float) -> str:
         """The name of the bottleneck with `at_once` workers at a server."""

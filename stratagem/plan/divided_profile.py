@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from stratagem.data.shares import rows, tensors_in, with_tensors
-from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.profile import DividedLayers, LayerTable
+from stratagem.data.shares import rows, with_tensors
+from stratagem.errors import NotDistributable, ReplicaFailed, UsageError
+from stratagem.plan.profile import DividedLayers, LayerTable, Profile
 from stratagem.rules.layer_split import LayerCost
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import fast_recurrence, plan_columns
+from stratagem.training.divided_model import TRIED
 from stratagem.training.dry_run import DryRun
 from stratagem.training.isolated_run import dry_run
 from stratagem.training.layer_costs import STATES, LayerMeter, saved_tensors
@@ -35,8 +37,9 @@ from stratagem.wire.shared_scratch import SharedScratch
 #: the number of processes that the plan is made for
 _PROCESSES = 2
 _ROUNDS = 3
-#: of two processes that divide the layers; the first quarter is for warming up
-_PASSES = 16
+#: passes of two processes that divide the layers, as many as these seconds allow; the first quarter
+#: is for warming up
+_SECONDS, _LEAST, _MOST = 4.0, 4, 16
 
 
 def divided_layers(graph: LayerGraph, given: Sequence[Any]) -> DividedLayers:
@@ -74,39 +77,83 @@ def _twice(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
 
-def played_seconds(trial: DryRun, given: Any, batch: int) -> float:
+def with_played(
+    measured: Profile, trial: DryRun, given: Any, say: Callable[[str], None]
+) -> Profile:
+    """Add the seconds of two processes that divide the layers, or the reason why they cannot."""
+    assert measured.divided is not None
+    # at most: where no layer is divided, each process computes both replicas' rows
+    each = 2 * (measured.single_thread or measured.compute)
+    passes = min(max(_LEAST, int(_SECONDS / max(each, 1e-9))), _MOST)
+    if passes * each > _SECONDS:
+        say(f"{passes} passes with the layers divided over {_PROCESSES}, {passes * each:.0f}s")
+    try:
+        played = played_seconds(trial, given, passes)
+    except Exception as problem:
+        return replace(measured, divided=None, undivided=reason(problem))
+    return replace(measured, divided=replace(measured.divided, played=played))
+
+
+def reason(problem: Exception) -> str:
+    """Say why a strategy cannot be used; its failure must not end the plan of all others."""
+    if isinstance(problem, NotDistributable | UsageError):
+        return str(problem)
+    lines = str(problem).strip().splitlines() or [""]
+    said = f"{type(problem).__name__}: {lines[0]}"
+    if isinstance(problem, ReplicaFailed):  # its own error is at the end
+        said = lines[-1]
+    return f"it failed when it was measured, with {said}"
+
+
+def played_seconds(trial: DryRun, given: Any, passes: int) -> float:
     """Measure a forward and backward of two CPU processes that divide the layers."""
     assert trial.inputs is not None and trial.arguments is not None
-    x = trial.inputs(given)
+    batch = with_tensors(given, _twice)
+    x = trial.inputs(batch)
     names = [str(node.target) for node in trace(trial.module, x, OPENED).inputs]
-    whole = trial.arguments(names, rows(x, 0, batch))
+    work = (trial.module, trial.loss, names, trial.arguments(names, x), batch, passes)
     strategy = MirroredStrategy([f"cpu:{i}" for i in range(_PROCESSES)])
     try:
-        found: list[float] = strategy.run(_play, trial.module, names, whole)
+        found: list[float] = strategy.run(_play, *work)
         return max(found)
     finally:
         strategy.close()
 
 
-def _play(module: nn.Module, names: list[str], given: list[Any]) -> float:
-    """On each process: the median seconds, with the waits for the other process."""
+def _play(
+    module: nn.Module,
+    loss: Callable[[Any], Tensor],
+    names: list[str],
+    inputs: list[Any],
+    batch: Any,
+    passes: int,
+) -> float:
+    """On each process: the median seconds, with the waits for the other process.
+
+    The trial computes its loss, under its autocast, of the divided layers instead of the module's.
+    """
     replica, times = current_replica(), []
     module.train()
     graph = trace(module, dict.fromkeys(names), OPENED)
-    plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, given))
+    plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, rows(inputs, 0, TRIED)))
     parts = OwnParts(plan, list(module.parameters()), replica.index, _PROCESSES)
-    group = SharedScratch(sharing(replica.collective))
-    program = divided_program(graph, plan, parts, group)
-    inputs = [with_tensors(each, _twice) for each in given]
-    for _ in range(_PASSES):
-        for own in parts.own:
-            own.leaf.grad = None
-        replica.barrier()
-        started = time.perf_counter()
-        outputs = [t for t in tensors_in(program(*inputs)) if t.is_floating_point()]
-        torch.autograd.backward([t.sum() for t in outputs])
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[_PASSES // 4 :])
+    program = divided_program(graph, plan, parts, SharedScratch(sharing(replica.collective)))
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = lambda *args, **kwargs: program(*inputs)
+    try:
+        for _ in range(passes):
+            for param in (*module.parameters(), *(part.leaf for part in parts.own)):
+                param.grad = None
+            replica.barrier()
+            started = time.perf_counter()
+            loss(batch).backward()  # type: ignore[no-untyped-call]
+            times.append(time.perf_counter() - started)
+    finally:
+        del own["forward"]
+        if before is not None:
+            own["forward"] = before
+    return statistics.median(times[passes // 4 :])
 
 
 def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.data.shares import rows
-from stratagem.errors import NotDistributable, UsageError
-from stratagem.plan.divided_profile import chunk_tables, divided_layers
+from stratagem.plan.divided_profile import chunk_tables, divided_layers, reason
 from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
@@ -38,6 +38,7 @@ def with_layers(
         unpiped=trial.unpiped,
         unsharded=trial.unsharded,
         undivided=trial.undivided,
+        sharded_here=trial.sharded_here,
     )
     if trial.inputs is None or trial.arguments is None:
         return found
@@ -54,10 +55,10 @@ def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprin
     module, optimizer = trial.module, trial.optimizer
     own = sum(t.nbytes for t in {*module.parameters(), *module.buffers()})
     gradients = sum(p.nbytes for p in params)
-    states = 0
+    values: Iterable[Any] = trial.beside  # Keras' optimizers are not torch's
     if optimizer is not None:
         values = (v for each in optimizer.state.values() for v in each.values())
-        states = sum(v.nbytes for v in values if isinstance(v, Tensor))
+    states = sum(v.nbytes for v in values if isinstance(v, Tensor))
     return Footprint(own, gradients, states, _kept(trial, batch))
 
 
@@ -82,18 +83,18 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
-        graph = trace(trial.module, x)
+        graph = trial.layers(trial.module, x)
         check_layers(graph, Pipeline(), 2)
-    except (NotDistributable, UsageError) as problem:
-        return replace(found, unpiped=str(problem))
-    names = [str(node.target) for node in graph.inputs]
-    meter, tables = LayerMeter(graph), []
-    for pieces in _PIECES:
-        if pieces <= found.batch:
-            given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
-            tables.append(LayerTable(pieces, tuple(meter.measure(given))))
-    whole = trial.arguments(names, rows(x, 0, found.batch))
-    chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
+        names = [str(node.target) for node in graph.inputs]
+        meter, tables = LayerMeter(graph), []
+        for pieces in _PIECES:
+            if pieces <= found.batch:
+                given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
+                tables.append(LayerTable(pieces, tuple(meter.measure(given))))
+        whole = trial.arguments(names, rows(x, 0, found.batch))
+        chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
+    except Exception as problem:
+        return replace(found, unpiped=reason(problem))
     return replace(found, layers=tuple(tables), chunks=chunks, unchunked=rest)
 
 
@@ -106,5 +107,5 @@ def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
         names = [str(node.target) for node in graph.inputs]
         given = trial.arguments(names, rows(x, 0, found.batch))
         return replace(found, divided=divided_layers(graph, given))
-    except (NotDistributable, UsageError) as problem:
-        return replace(found, undivided=str(problem))
+    except Exception as problem:
+        return replace(found, undivided=reason(problem))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.plan.divided_profile import played_seconds
+from stratagem.plan.divided_profile import with_played
 from stratagem.plan.host_memory import available, least
 from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.lossy import codec_times
@@ -34,6 +34,7 @@ from stratagem.training.dry_run import DryRun
 from stratagem.training.exchange import BUCKET_BYTES
 from stratagem.wire.buckets import plan_buckets
 from stratagem.wire.device_kinds import kind_of
+from stratagem.wire.freed_memory import keep_freed_memory
 
 Say = Callable[[str], None]
 _NOTHING = "the model has no parameter that requires a gradient to plan for."
@@ -65,6 +66,8 @@ def rehearse(
         raise UsageError("the batch to plan with has no example; give one with some rows.")
     size = batch or max(1, whole // trial.replicas)
     device = torch.device(trial.device)
+    if device.type == "cpu":  # as in all trainings, also where no strategy was made yet
+        keep_freed_memory()
     given = batch_of(trial, size, device)
     _check_memory(trial, device, size)
     with _restored(trial), _explained(trial.module, size):
@@ -92,8 +95,7 @@ def rehearse(
             measured = replace(measured, crowd=crowd(trial, given, many))
             measured = with_stages(measured, trial, given, many)
         if many and measured.divided is not None:
-            played = played_seconds(trial, given, measured.batch)
-            measured = replace(measured, divided=replace(measured.divided, played=played))
+            measured = with_played(measured, trial, given, say)
     return measured
 
 

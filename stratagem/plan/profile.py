@@ -171,6 +171,8 @@ class Profile:
     unpiped: str = ""
     unsharded: str = ""
     undivided: str = ""
+    #: whether its state is sharded on the CPUs of one machine only
+    sharded_here: bool = False
     #: seconds of each compression that works with the optimizer, if asked for
     codecs: tuple[CodecTime, ...] = ()
 

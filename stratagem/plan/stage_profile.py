@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stratagem.cluster.environment import cores
 from stratagem.data.shares import rows, tensors_in, with_tensors
+from stratagem.plan.divided_profile import reason
 from stratagem.plan.profile import Profile, StageTime
 from stratagem.rules.chunk_choice import ChunkChoice
 from stratagem.rules.schedules import SCHEDULES, Op
@@ -28,7 +29,7 @@ from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import plan_columns
 from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.dry_run import DryRun
-from stratagem.training.layer_graph import trace
+from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import current_replica
 from stratagem.training.stage import Stage, StageChannels, cut
 
@@ -90,11 +91,21 @@ def _judge(m: int, output: Any) -> Tensor:
 
 def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
     """Add the seconds of stages' operations with `many` processes, if the model can be split."""
-    if not many or not measured.layers or trial.inputs is None or trial.arguments is None:
+    if not many or not measured.layers:
         return measured
+    try:
+        return _with_stages(measured, trial, given, many)
+    except Exception as problem:
+        whole = replace(measured, layers=(), chunks=(), unchunked=())
+        return replace(whole, unpiped=reason(problem))
+
+
+def _with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
+    assert trial.inputs is not None and trial.arguments is not None
     x, batch = trial.inputs(given), measured.batch
-    names = [str(node.target) for node in trace(trial.module, x).inputs]
-    played = (trial.module, names, trial.arguments(names, rows(x, 0, batch)), batch)
+    names = [str(node.target) for node in trial.layers(trial.module, x).inputs]
+    whole = trial.arguments(names, rows(x, 0, batch))
+    played = (trial.module, trial.layers, names, whole, batch)
     times: list[StageTime] = []
     chunks: list[StageTime] = []
     operation = 0.0
@@ -143,6 +154,7 @@ def _timed(
 
 def _play(
     module: nn.Module,
+    layers: Callable[[Any, Any], LayerGraph],
     names: list[str],
     given: list[Any],
     batch: int,
@@ -157,7 +169,7 @@ def _play(
     """
     replica, clock = current_replica(), _Clock()
     module.train()
-    graph = trace(module, dict.fromkeys(names))
+    graph = layers(module, dict.fromkeys(names))
     if columns:
         many = [with_tensors(v, lambda t: torch.cat([t] * n) if t.dim() else t) for v in given]
         plan = plan_columns(graph, 1)
@@ -179,7 +191,7 @@ def _play(
         if clock.batches and time.perf_counter() > end:
             break
         clock.batches.append({})
-        for param in module.parameters():
+        for param in graph.module.parameters():
             param.grad = None
         stage.run(ops, inputs, list(range(len(inputs))), _judge)
     replica.barrier()

@@ -34,7 +34,7 @@ from stratagem.training.replica import (
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Alone
-from stratagem.wire.freed_memory import keep_freed_memory, return_freed_memory
+from stratagem.wire.freed_memory import keep_freed_memory, let_go_of_freed_memory
 
 if TYPE_CHECKING:
     from stratagem.servers.evaluator_task import EvaluatorLink
@@ -66,7 +66,8 @@ class Strategy(CustomLoopCalls):
     def __init__(self, replica_group: TaskGroup, settings: Settings) -> None:
         self.replica_group = replica_group
         self.settings = settings
-        keep_freed_memory()
+        if any(name.startswith("cpu") for name in replica_group.devices):
+            keep_freed_memory(self)
         tracebacks.install()
         if hints.explain not in tracebacks.explainers:
             tracebacks.explainers.append(hints.explain)
@@ -195,7 +196,7 @@ class Strategy(CustomLoopCalls):
         """End the replicas that this strategy started; it can be used again afterwards."""
         hints.warn_unsummed(current_replica())
         self.replica_group.close()
-        return_freed_memory()
+        let_go_of_freed_memory(self)
 
     def __reduce__(self) -> Any:
         """Pickle the strategy for a replica's code: the same methods, without a replica group."""

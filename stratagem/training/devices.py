@@ -100,7 +100,11 @@ VARIABLE = "STRATAGEM_GPU_MEMORY"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)?", re.IGNORECASE)
 
 
-_ON_GPUS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation."
+_ON_GPUS = (
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; ShardedStrategy(), "
+    "which divides parameters and optimizer state over GPUs, or PipelineStrategy(), which splits "
+    "the model itself."
+)
 _ON_CPUS = 'PipelineStrategy(["cpu:0", "cpu:1"]), which splits the model itself.'
 
 

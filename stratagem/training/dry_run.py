@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.training.layer_graph import LayerGraph, trace
+
 
 @dataclass(frozen=True)
 class DryRun:
@@ -45,10 +47,14 @@ class DryRun:
     #: takes the module's input from a batch, and splits it into the module's named arguments
     inputs: Callable[[Any], Any] | None = None
     arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
-    #: why no pipeline takes this training, why it is not sharded, nor its layers divided
-    unpiped: str = "a pipeline splits the module of an sg.Model; put the module into one."
-    unsharded: str = "ShardedStrategy divides the module of an sg.Model; put the module into one."
-    undivided: str = "TensorParallelStrategy divides the module of an sg.Model; use one."
+    #: splits the module into layers, by its input or the names of its arguments
+    layers: Callable[[Any, Any], LayerGraph] = trace
+    #: why a pipeline, sharded state and divided layers are not planned
+    unpiped: str = "it is not predicted for this training."
+    unsharded: str = "it is not predicted for this training."
+    undivided: str = "it is not predicted for this training."
+    #: whether its state is sharded on the CPUs of one machine only
+    sharded_here: bool = False
 
 
 class DryRunHandedOver(BaseException):

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from stratagem.cluster.environment import cores
 from stratagem.launch import cli
@@ -390,26 +391,34 @@ model.fit(x, x[:, :2], batch_size=20, epochs=100000)
 def test_validate_runs_keras_too(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It trains a copy of the model alone and on two replicas; the script's model is unchanged."""
+    """It trains copies of the model; the script's model is unchanged. Stages are measured, too."""
     keras = pytest.importorskip("keras")
     if keras.config.backend() != "torch":
         pytest.skip("Keras runs on another backend here")
     from stratagem.launch import validate
     from stratagem.launch.script import run_to_fit
-    from stratagem.plan.configuration import Configuration
-    from stratagem.plan.measure import rehearse
+    from stratagem.plan.configuration import PIPELINE, SHARDED, Configuration
+    from stratagem.plan.measure import batch_of, rehearse
+    from stratagem.plan.stage_profile import with_stages
 
     script.write_text(KERAS)
     trial = run_to_fit(["train.py"])
     before = trial.module.get_weights()
     plan = choose(rehearse(trial, crowded=False), Hardware(per_host=2, cores=2))
     monkeypatch.setattr(validate, "_SECONDS", 0.05)
-    chosen = [Configuration(), Configuration(per_host=2)]
+    monkeypatch.setattr("stratagem.plan.stage_profile._SECONDS", 0.02)
+    stages = Configuration(PIPELINE, per_host=2, microbatches=2, schedule="1f1b")
+    chosen = [Configuration(), Configuration(per_host=2), stages]
+    chosen += [Configuration(SHARDED, per_host=2)]
+    assert set(chosen) <= set(plan.tried)
     rows = validate.validate(plan, trial, chosen, rounds=1)
     assert [row.configuration for row in rows] == chosen
     assert all(0 < row.measured < 10 for row in rows)
     assert all((a == b).all() for a, b in zip(before, trial.module.get_weights(), strict=True))
     assert int(trial.module.optimizer.iterations) == 0
+    found = with_stages(plan.profile, trial, batch_of(trial, 20, torch.device("cpu")), [2])
+    assert {t.pieces for t in found.stage_times} == {1, 2, 4} and not found.unpiped
+    assert all(t.forward > 0 and t.backward > 0 for t in found.stage_times)
     assert "_stratagem" not in trial.module.__dict__ and "fit" not in trial.module.__dict__
 
 
@@ -425,7 +434,10 @@ def test_a_loop_cannot_be_validated(script: Path, capsys: pytest.CaptureFixture[
     assert last.startswith("stratagem plan: a loop of one's own cannot be run")
     assert "profiling" not in shown.err and not shown.out and not Path("plan.json").exists()
     assert cli.main(["plan", "--quick", "--hosts", "1", "train.py"]) == 0
-    assert "assumed" not in capsys.readouterr().err, "one host has no link to assume anything of"
+    shown = capsys.readouterr()
+    assert "assumed" not in shown.err, "one host has no link to assume anything of"
+    said = " ".join(shown.out.split())
+    assert all(name in said for name in ("PipelineStrategy and Mesh", "TensorParallelStrategy"))
 
 
 def test_what_fits_is_of_this_machine() -> None:

@@ -91,6 +91,27 @@ def test_nobody_is_faster_among_others_than_alone() -> None:
     assert two.efficiency <= 1 and two.parts["compute"] == lucky.compute
 
 
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        Configuration(SERVERS, per_host=2, servers=1, asynchronous=True),
+        Configuration(CENTRAL, per_host=2, asynchronous=True),
+        Configuration(SERVERS, 2, 2, servers=1, asynchronous=True),
+        Configuration(SERVERS, 2, 2, servers=2, asynchronous=True),
+    ],
+    ids=str,
+)
+def test_nor_are_asynchronous_workers(cfg: Configuration) -> None:
+    """The slowest of two was measured; alone is the pace of those that meet nobody."""
+    machine = Hardware(hosts=4, per_host=2, cores=2)
+    for crowd in (0.03, 0.06):
+        uneven = profile(crowd=((2, crowd),), samples=(1.0,) * 10 + (4.0,) * 10)
+        compute = predict(uneven, machine, cfg).parts["compute"]
+        assert uneven.compute <= compute <= crowd
+    slow = predict(uneven, replace(machine, link=1e6, local=1e8), cfg).parts["compute"]
+    assert slow < compute  # the other worker computes for less of the time
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "chosen",

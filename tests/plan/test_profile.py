@@ -161,8 +161,10 @@ def test_the_model_is_left_as_it_was() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_progress_is_said() -> None:
+def test_progress_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed memory is kept from the start, as in the replicas that one device is compared with."""
     said: list[str] = []
+    monkeypatch.setattr("stratagem.plan.measure.keep_freed_memory", lambda: said.append("kept"))
     net = nn.Linear(8, 8)
     profile(
         net,
@@ -172,7 +174,8 @@ def test_progress_is_said() -> None:
         steps=2,
         say=said.append,
     )
-    assert "profiling Linear, 16 examples" in said[0] and "2 steps" in said[1]
+    assert said[0] == "kept"
+    assert "profiling Linear, 16 examples" in said[1] and "2 steps" in said[2]
 
 
 @pytest.mark.skipif(torch.get_num_threads() > 64, reason="an enormous machine")

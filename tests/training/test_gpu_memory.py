@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
-from stratagem.training.devices import fraction
+from stratagem.training.devices import explain_out_of_memory, fraction
 
 TOTAL = 80 * 2**30
 
@@ -32,3 +33,10 @@ def test_anything_else_is_refused_in_a_sentence(text: str) -> None:
 def test_impossible_amounts(text: str) -> None:
     with pytest.raises(UsageError, match="GPU_MEMORY"):
         fraction(text, TOTAL)
+
+
+def test_who_runs_out_of_it_is_told_what_divides_the_model() -> None:
+    with pytest.raises(torch.OutOfMemoryError) as caught, explain_out_of_memory(["cuda:0"]):
+        raise torch.OutOfMemoryError
+    (note,) = caught.value.__notes__
+    assert "on cuda:0" in note and "ShardedStrategy()" in note and "PipelineStrategy()" in note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import keras
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import count_rows
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras import model_pickle
+from stratagem.frontends.keras.model_graph import layer_graph, model_inputs
+from stratagem.frontends.keras.refusals import check_shards, check_stages
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
 from stratagem.training.devices import place
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.settings import Pipeline
 
 _EPOCHS = 2  # the first of them warms up
 
@@ -46,9 +51,11 @@ def rehearse(model: Any, strategy: Strategy, fit: Callable[[], Any]) -> NoReturn
 def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
     batch = keras.tree.map_structure(_as_tensor, keras.utils.unpack_x_y_sample_weight(data))
     steps = _Steps(model)
-    steps.loss(batch)  # builds what has no variables yet
+    if not model.built:  # a step would change statistics
+        steps.loss(batch)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    device = place(strategy.replica_group.devices[0])
     dry_run.hand_over(
         dry_run.DryRun(
             model,
@@ -56,11 +63,31 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
             steps.loss,
             steps.update,
             replicas=strategy.num_replicas_in_sync,
-            device=str(place(strategy.replica_group.devices[0])),
+            device=str(device),
             train=steps.train,
             beside=[variable.value for variable in model.optimizer.variables],
+            inputs=lambda batch: batch[0],
+            arguments=lambda names, x: model_inputs(model, x),
+            layers=_layers,
+            unpiped=_refusal(partial(check_stages, model, Pipeline(), 2)),
+            unsharded=_refusal(partial(check_shards, model, shared=device.type == "cpu")),
+            undivided="TensorParallelStrategy divides layers of torch, and these are Keras'.",
+            sharded_here=True,
         )
     )
+
+
+def _layers(model: Any, inputs: Any) -> LayerGraph:
+    return layer_graph(model)
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    """Return why a strategy refuses this training; an empty string if it does not."""
+    try:
+        check()
+    except (NotDistributable, UsageError) as problem:
+        return str(problem)
+    return ""
 
 
 class _Steps:

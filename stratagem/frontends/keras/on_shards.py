@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.frontends.keras.driver import Call
 from stratagem.frontends.keras.on_replicas import OnReplicas
+from stratagem.frontends.keras.refusals import check_shards
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
-from stratagem.frontends.keras.stage_variables import refuse_optimizer, slots, square, update
-from stratagem.frontends.keras.step_logs import has_own
+from stratagem.frontends.keras.stage_variables import slots, square, update
 from stratagem.state.partition import place
 from stratagem.state.shared_model import SharedTensors
 from stratagem.training.exchange import GradientExchange, open_exchange
@@ -36,30 +34,8 @@ class OnShards(OnReplicas):
         if call.trains:
             model = self._driver.model
             collective = self._driver.strategy.replica_group.start().collective
-            check(model, shared=collective.shares_memory)
+            check_shards(model, shared=collective.shares_memory)
         return super().start(call)
-
-
-def check(model: Any, *, shared: bool) -> None:
-    """Raise for models and optimizers whose result would not be exact."""
-    if not shared:
-        raise NotDistributable(
-            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
-            "and between machines and on GPUs ShardedStrategy divides them; use MirroredStrategy, "
-            "or write the network as an nn.Module for sg.Model."
-        )
-    if has_own(model, "train_step"):
-        raise NotDistributable(
-            f"{type(model).__name__} has a train_step of its own, which may look at whole "
-            "gradients, and replicas of ShardedStrategy keep none of them; use MirroredStrategy."
-        )
-    refuse_optimizer(model.optimizer, "a replica of ShardedStrategy")
-    for variable in model.trainable_variables:
-        if variable.value.dtype is not torch.float32:
-            raise NotDistributable(
-                f"variable {variable.path!r} is {variable.dtype}, and CPU replicas of "
-                "ShardedStrategy share float32 variables; use MirroredStrategy."
-            )
 
 
 class ShardSteps(ReplicaSteps):
@@ -70,7 +46,7 @@ class ShardSteps(ReplicaSteps):
     def _exchange(self, named: Sequence[tuple[str, Any]]) -> GradientExchange:
         """Open the committer, and move variables and slots to shared memory. Collective."""
         model, replica = self.adapter.model, self.adapter.replica
-        check(model, shared=True)
+        check_shards(model, shared=True)
         collective = sharing(replica.collective)
         self._variables = list(model.trainable_variables)
         params = [v.value for v in self._variables]

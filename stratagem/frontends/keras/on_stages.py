@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import torch
 from torch import Tensor
 
@@ -23,17 +22,16 @@ from stratagem.data.streams import mixed
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import kept, own_variables, roll_dice, trainable
 from stratagem.frontends.keras.driver import Call
-from stratagem.frontends.keras.model_graph import StageBatch, functional, layer_graph
+from stratagem.frontends.keras.model_graph import StageBatch, layer_graph
 from stratagem.frontends.keras.on_replicas import OnReplicas
+from stratagem.frontends.keras.refusals import check_stages, whole
 from stratagem.frontends.keras.replica_steps import ReplicaSteps
 from stratagem.frontends.keras.stage_variables import (
     PartedVariables,
     SharedVariables,
-    refuse_optimizer,
     square,
     update,
 )
-from stratagem.frontends.keras.step_logs import has_own
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.layer_graph import LayerGraph
@@ -41,7 +39,7 @@ from stratagem.training.mesh_grid import MeshGrid, open_stages
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Pipeline, Settings
 from stratagem.training.stage import Stage
-from stratagem.training.stage_plan import StagePlan, check_layers, make_plan, say_plan
+from stratagem.training.stage_plan import StagePlan, make_plan, say_plan
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
@@ -62,7 +60,7 @@ class OnStages(OnReplicas):
                     f"stages of Keras models run on CPUs so far, and the devices here are "
                     f"{', '.join(group.devices)}; name CPUs, or use a MirroredStrategy."
                 )
-            check(self._driver.model, settings.pipeline, group.size)
+            check_stages(self._driver.model, settings.pipeline, group.size)
         return super().start(call)
 
     def step(self, name: str, data: Any, total: int) -> Any:
@@ -161,7 +159,7 @@ class StageSteps(ReplicaSteps):
             self._home = form(model, self._collective)
         assert self._home is not None
         graph = layer_graph(model)
-        check(model, self._pipeline, self.adapter.replica.count, graph)
+        check_stages(model, self._pipeline, self.adapter.replica.count, graph)
         mine = None
         if self.adapter.replica.leads:
             plan = self._plan(graph, data, total)
@@ -273,7 +271,7 @@ class StageSteps(ReplicaSteps):
             name = names[written[0]] if written[0] < len(names) else "a buffer"
             raise NotDistributable(
                 f"a layer writes to {name!r} when it is called, once a microbatch where one device "
-                f"does it once a batch; use {_whole(self._pipeline)}, or a MirroredStrategy."
+                f"does it once a batch; use {whole(self._pipeline)}, or a MirroredStrategy."
             )
         for layer in model._flatten_layers():
             if layer._losses:
@@ -294,63 +292,6 @@ def _seeds(dice: Tensor, step: int, count: int) -> list[int]:
 
 def _any(grads: list[Tensor | None]) -> bool:
     return any(grad is not None for grad in grads)
-
-
-def _whole(pipeline: Pipeline) -> str:
-    """Name the setting that keeps batches in one piece."""
-    return "microbatches=1" if pipeline.data == 1 else "one PipelineStrategy with microbatches=1"
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-def check(model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None) -> None:
-    """Raise for what a pipeline cannot do exactly; `graph` None: without checks of shapes."""
-    if pipeline.columns is not None:
-        raise NotDistributable(
-            "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
-        )
-    _check_own(model)
-    refuse_optimizer(model.optimizer, "a stage of a pipeline")
-    _check_layers(model, pipeline)
-    if model.built or not isinstance(model, keras.Sequential):
-        functional(model)
-        check_layers(graph or layer_graph(model), pipeline, devices // pipeline.data)
-
-
-def _check_own(model: Any) -> None:
-    own = type(model).compute_loss is not keras.Model.compute_loss
-    if own or has_own(model, "train_step"):
-        raise NotDistributable(
-            f"{type(model).__name__} has a train_step, compute_loss or compute_metrics of its own, "
-            "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
-            "and the metrics to compile(), or use a MirroredStrategy."
-        )
-
-
-def _check_layers(model: Any, pipeline: Pipeline) -> None:
-    pieces = pipeline.microbatches != 1 or pipeline.data > 1
-    many, remedy = pieces and pipeline.batch_norm is None, _whole(pipeline)
-    for layer in model._flatten_layers():
-        if many and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
-            raise NotDistributable(
-                f"{layer.name!r} is a BatchNormalization, which looks at all rows of a batch, and "
-                "a pipeline cuts batches into microbatches; use GroupNormalization or "
-                f'LayerNormalization, or {remedy}, or say batch_norm="microbatch" to have it '
-                "normalise over microbatches, unlike one device."
-            )
-        counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
-        if pieces and counts:
-            raise NotDistributable(
-                f"layer {layer.name!r} has a metric of its own, which would count microbatches "
-                "where one device counts batches; give metrics to compile(), or use "
-                f"{remedy}, or a MirroredStrategy."
-            )
-        if layer.activity_regularizer is not None:
-            raise NotDistributable(
-                f"layer {layer.name!r} has an activity_regularizer, whose loss depends on all rows "
-                "of a batch; leave it out, or use a MirroredStrategy."
-            )
 
 
 OnStages.form = StageSteps

@@ -1,0 +1,94 @@
+"""Keras models that a pipeline, or replicas that share one set of weights, refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+
+from stratagem.errors import NotDistributable
+from stratagem.frontends.keras.model_graph import functional, layer_graph
+from stratagem.frontends.keras.stage_variables import refuse_optimizer
+from stratagem.frontends.keras.step_logs import has_own
+from stratagem.training.layer_graph import LayerGraph
+from stratagem.training.settings import Pipeline
+from stratagem.training.stage_plan import check_layers
+
+
+def whole(pipeline: Pipeline) -> str:
+    """Name the setting that keeps batches in one piece."""
+    return "microbatches=1" if pipeline.data == 1 else "one PipelineStrategy with microbatches=1"
+
+
+def check_stages(
+    model: Any, pipeline: Pipeline, devices: int, graph: LayerGraph | None = None
+) -> None:
+    """Raise for what a pipeline cannot do exactly; `graph` None: without checks of shapes."""
+    if pipeline.columns is not None:
+        raise NotDistributable(
+            "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
+        )
+    _check_own(model)
+    refuse_optimizer(model.optimizer, "a stage of a pipeline")
+    _check_layers(model, pipeline)
+    if model.built or not isinstance(model, keras.Sequential):
+        functional(model)
+        check_layers(graph or layer_graph(model), pipeline, devices // pipeline.data)
+
+
+def _check_own(model: Any) -> None:
+    own = type(model).compute_loss is not keras.Model.compute_loss
+    if own or has_own(model, "train_step"):
+        raise NotDistributable(
+            f"{type(model).__name__} has a train_step, compute_loss or compute_metrics of its own, "
+            "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
+            "and the metrics to compile(), or use a MirroredStrategy."
+        )
+
+
+def _check_layers(model: Any, pipeline: Pipeline) -> None:
+    pieces = pipeline.microbatches != 1 or pipeline.data > 1
+    many, remedy = pieces and pipeline.batch_norm is None, whole(pipeline)
+    for layer in model._flatten_layers():
+        if many and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
+            raise NotDistributable(
+                f"{layer.name!r} is a BatchNormalization, which looks at all rows of a batch, and "
+                "a pipeline cuts batches into microbatches; use GroupNormalization or "
+                f'LayerNormalization, or {remedy}, or say batch_norm="microbatch" to have it '
+                "normalise over microbatches, unlike one device."
+            )
+        counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
+        if pieces and counts:
+            raise NotDistributable(
+                f"layer {layer.name!r} has a metric of its own, which would count microbatches "
+                "where one device counts batches; give metrics to compile(), or use "
+                f"{remedy}, or a MirroredStrategy."
+            )
+        if layer.activity_regularizer is not None:
+            raise NotDistributable(
+                f"layer {layer.name!r} has an activity_regularizer, whose loss depends on all rows "
+                "of a batch; leave it out, or use a MirroredStrategy."
+            )
+
+
+def check_shards(model: Any, *, shared: bool) -> None:
+    """Raise for models and optimizers whose result would not be exact."""
+    if not shared:
+        raise NotDistributable(
+            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
+            "and between machines and on GPUs ShardedStrategy divides them; use MirroredStrategy, "
+            "or write the network as an nn.Module for sg.Model."
+        )
+    if has_own(model, "train_step"):
+        raise NotDistributable(
+            f"{type(model).__name__} has a train_step of its own, which may look at whole "
+            "gradients, and replicas of ShardedStrategy keep none of them; use MirroredStrategy."
+        )
+    refuse_optimizer(model.optimizer, "a replica of ShardedStrategy")
+    for variable in model.trainable_variables:
+        if variable.value.dtype is not torch.float32:
+            raise NotDistributable(
+                f"variable {variable.path!r} is {variable.dtype}, and CPU replicas of "
+                "ShardedStrategy share float32 variables; use MirroredStrategy."
+            )
