@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from stratagem.cluster.framing import HEAD, Malformed, encode
-from stratagem.cluster.handshake import note_reader, prove, recv_note
+from stratagem.cluster.handshake import note_reader, recv_note
 from stratagem.cluster.spec import ClusterSpec
 from stratagem.errors import ClusterError, HandshakeError
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint_folder import CheckpointFolder
+from tests.cluster.server_proof import demand_proof
 
 _SECRET = b"a long and random text"
 _GREETING = b"STRATGM\x04"
@@ -62,7 +63,7 @@ def greeting(dice: random.Random) -> bool:
         data[dice.randrange(len(_GREETING))] ^= 1 << dice.randrange(8)
     elif kind == 1:
         data = data[: dice.randrange(len(data))]
-    return _answers(bytes(data), lambda sock: prove(sock, _SECRET, server=True, limit=5.0))
+    return _answers(bytes(data), lambda sock: demand_proof(sock, _SECRET, 5.0))
 
 
 def _answers(data: bytes, listen: Callable[[socket.socket], object]) -> bool:

@@ -117,38 +117,24 @@ def _canonical(spec_json: str) -> bytes:
         return spec_json.encode()
 
 
-def prove(sock: socket.socket, secret: bytes, *, server: bool, limit: float) -> None:
-    """Prove the secret to the peer and check its proof, within `limit` seconds.
+def prove(sock: socket.socket, secret: bytes, *, limit: float) -> None:
+    """Prove the secret to a server and check its proof, within `limit` seconds.
 
     Raises HandshakeError (Stranger or WrongSecret if that is certain); the caller closes.
     """
     with _deadline(sock, limit) as deadline:
-        _prove(sock, secret, server, deadline)
-
-
-def _prove(sock: socket.socket, secret: bytes, server: bool, deadline: float) -> None:
-    if server:
-        proof = Proof(secret, peer_name(sock))
-        try:
-            while not proof.holds:
-                _send(sock, proof.feed(_receive(sock, proof.wants, deadline)), deadline)
-        except WrongSecret:
-            with contextlib.suppress(HandshakeError):  # the peer has hung up
-                _send(sock, Proof.refusal, deadline)
-            raise
-        return
-    peer, mine = peer_name(sock), os.urandom(_NONCE_BYTES)
-    _send(sock, _GREETING + mine, deadline)
-    _check_greeting(_receive(sock, len(_GREETING), deadline), peer)
-    theirs = _receive(sock, _NONCE_BYTES, deadline)
-    if hmac.compare_digest(mine, theirs):
-        raise WrongSecret(_refusal(peer, "it only repeats what it is sent"))
-    _send(sock, _mac(secret, b"client", mine, theirs), deadline)
-    answer = _receive(sock, _MAC_BYTES, deadline)
-    if answer == _REFUSAL:
-        raise WrongSecret(_refusal(peer, "it refused our proof"))
-    if not hmac.compare_digest(answer, _mac(secret, b"server", mine, theirs)):
-        raise WrongSecret(_refusal(peer, "it holds another secret"))
+        peer, mine = peer_name(sock), os.urandom(_NONCE_BYTES)
+        _send(sock, _GREETING + mine, deadline)
+        _check_greeting(_receive(sock, len(_GREETING), deadline), peer)
+        theirs = _receive(sock, _NONCE_BYTES, deadline)
+        if hmac.compare_digest(mine, theirs):
+            raise WrongSecret(_refusal(peer, "it only repeats what it is sent"))
+        _send(sock, _mac(secret, b"client", mine, theirs), deadline)
+        answer = _receive(sock, _MAC_BYTES, deadline)
+        if answer == _REFUSAL:
+            raise WrongSecret(_refusal(peer, "it refused our proof"))
+        if not hmac.compare_digest(answer, _mac(secret, b"server", mine, theirs)):
+            raise WrongSecret(_refusal(peer, "it holds another secret"))
 
 
 class Proof:

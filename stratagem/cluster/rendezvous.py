@@ -287,7 +287,7 @@ class Visitor:
 
     def _enter(self, sock: socket.socket) -> socket.socket:
         """Prove the secret, send the hello, and wait until the chief says go."""
-        prove(sock, self._secret, server=False, limit=GREETING)
+        prove(sock, self._secret, limit=GREETING)
         self._refusals = 0
         members = [[member.name, member.where] for member in self._members]
         hello = {"purpose": "train", "rank": self._rank, "members": members, **self._more}

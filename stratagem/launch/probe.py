@@ -39,7 +39,7 @@ class Speed:
 
 def introduce(sock: socket.socket, secret: bytes, me: str) -> dict[str, object]:
     """Prove the secret, say that this is a check, and return the peer's description of itself."""
-    prove(sock, secret, server=False, limit=GREETING)
+    prove(sock, secret, limit=GREETING)
     send_note(sock, {"purpose": "check", "from": me}, limit=GREETING)
     return recv_note(sock, limit=GREETING)
 

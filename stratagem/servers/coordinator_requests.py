@@ -42,6 +42,30 @@ def clear(coordinator: Coordinator, peer: Peer) -> None:
             coordinator.commands.ask(["flush"])
 
 
+@request("hold", CHIEF, backups=int)
+def hold(coordinator: Coordinator, peer: Peer, backups: int) -> None:
+    """Have `backups` other servers hold each shard from the next fit on."""
+    assert coordinator.holders is not None
+    with coordinator.changed:
+        coordinator.check()
+        coordinator.holders.cover(backups)
+
+
+@request("holders", WORKER, generation=int, lost=list)
+def holders(
+    coordinator: Coordinator, peer: Peer, generation: int, lost: list[int]
+) -> dict[str, Any]:
+    """Return which servers hold which shards, to a worker that knows those of `generation` and does
+    not reach those in `lost` any more."""
+    assert coordinator.holders is not None
+    with coordinator.changed:
+        coordinator.check()
+        coordinator.holders.agreed(generation, lost)
+        coordinator.check()
+        found = coordinator.holders
+        return {"generation": found.generation, "table": found.table(), "since": found.since}
+
+
 @request("begin", CHIEF, body=tree, fit=int)
 def begin(coordinator: Coordinator, peer: Peer, fit: int, body: Tensor) -> None:
     """Begin a fit; `body` is sent to the other workers."""

@@ -15,18 +15,26 @@ its gradient; a worker that does not know a holder yet is told to send the gradi
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from stratagem.cluster.failure import Member, server_lost
-from stratagem.errors import ReplicaLost
+from stratagem.cluster.failure import Member, left_behind, server_lost
+from stratagem.errors import ReplicaError, ReplicaLost
+from stratagem.servers.peers import Peers
 from stratagem.servers.shard import Order
 from stratagem.servers.training_plan import holders_of
 from stratagem.wire.tcp import Connection, connect_all
 
+log = logging.getLogger("stratagem")
+
 _T = TypeVar("_T")
+
+#: orders that holders answer with a number
+ASKS = frozenset({"norm", "distance", "step", "flush"})
 
 
 @dataclass(eq=False)
@@ -40,15 +48,9 @@ class FarServer:
     #: answers that are due and were not read
     owed: int = 0
 
-    @property
-    def name(self) -> str:
-        return f"ps {self.server}"
-
     def order(self, order: Order) -> None:
-        try:
-            self.connection.send({"order": order})
-        except OSError as problem:
-            raise server_lost(self.name) from problem
+        self.connection.send({"order": order})
+        self.owed += order[0] in ASKS
 
     def answer(self) -> float:
         """Return the number that the last order asked for."""
@@ -63,12 +65,9 @@ class FarServer:
             self._read()
 
     def _read(self) -> float:
-        try:
-            frame = self.connection.receive()
-        except OSError as problem:
-            raise server_lost(self.name) from problem
+        frame = self.connection.receive()
         if frame is None:
-            raise server_lost(self.name)
+            raise ConnectionResetError("it hung up")
         self.owed -= 1
         return float(frame.header["value"])
 
@@ -85,7 +84,6 @@ class HeldShard:
         """Send an order to every holder."""
         for holder in list(self.holders):
             self._try(holder, partial(holder.order, order))
-            holder.owed += order[0] in ASKS
 
     def answer(self) -> float:
         """Return the number that the last order asked for, from the first holder that answers."""
@@ -95,42 +93,50 @@ class HeldShard:
                 for other in list(self.holders):
                     self._try(other, other.catch_up)
                 return found
-        raise server_lost(self.holders[0].name)
+        raise server_lost(f"ps {self.holders[0].server}")
 
     def _try(self, holder: FarServer, act: Callable[[], _T]) -> _T | None:
         try:
             return act()
-        except ReplicaLost:
+        except OSError as problem:
             if not self._lose(holder.server):
-                raise
+                raise server_lost(f"ps {holder.server}") from problem
             return None
 
+    def without(self, server: int) -> list[FarServer]:
+        """Return the holders but one."""
+        return [each for each in self.holders if each.server != server]
 
-#: orders that holders answer with a number
-ASKS = frozenset({"norm", "distance", "step", "flush"})
 
-
-@dataclass
 class Holders:
-    """The holders of all shards but the coordinator's own. Used under the coordinator's lock."""
+    """The holders of all shards but the coordinator's own: servers that die, and come back.
 
-    addresses: Sequence[str]
-    secret: bytes
-    limit: float
-    #: called with a server that was found dead; returns whether the job goes on
-    lose: Callable[[int], bool] = lambda _: False
-    shards: dict[int, HeldShard] = field(default_factory=dict)
-    gone: set[int] = field(default_factory=set)
-    generation: int = 0
-    #: by server: the generation that it came back in
-    since: dict[int, int] = field(default_factory=dict)
-    backups: int = 0
+    `changed` is the coordinator's lock. Methods that say so take it; the rest is called under it.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        secret: bytes,
+        limit: float,
+        peers: Peers,
+        end_job: Callable[[ReplicaError], None],
+        changed: threading.Condition,
+    ) -> None:
+        self.addresses, self.secret, self.limit = addresses, secret, limit
+        self._peers, self._end_job, self._changed = peers, end_job, changed
+        self.shards: dict[int, HeldShard] = {}
+        self.gone: set[int] = set()
+        self.generation = 0
+        #: by server: the generation that it came back in
+        self.since = [0] * len(addresses)
+        self.backups = 0
+        self._one_by_one = threading.Lock()
 
     def meet(self) -> list[HeldShard]:
         """Connect to the other servers, each with its own shard."""
-        others = range(1, len(self.addresses))
-        found = self._reach([(i, i) for i in others])
-        self.shards = {far.server: HeldShard(far, lambda dead: self.lose(dead)) for far in found}
+        found = self._reach([(i, i) for i in range(1, len(self.addresses))])
+        self.shards = {far.server: HeldShard(far, self.lose) for far in found}
         return list(self.shards.values())
 
     def _reach(self, wanted: Sequence[tuple[int, int]]) -> list[FarServer]:
@@ -156,32 +162,6 @@ class Holders:
         held = [[each.server for each in held.holders] for held in self.shards.values()]
         return [[0], *held]
 
-    # --- loss and return ------------------------------------------------------------------------
-
-    def hang_up(self, server: int) -> None:
-        """Wake a thread that waits for this server with the lock."""
-        for held in self.shards.values():
-            for each in list(held.holders):
-                if each.server == server:
-                    each.connection.close()
-
-    def drop(self, server: int) -> list[int]:
-        """Remove a server; return the shards that no server holds any more."""
-        self.gone.add(server)
-        alone = self.alone(server)
-        for shard, held in self.shards.items():
-            if shard not in alone:
-                held.holders = [each for each in held.holders if each.server != server]
-        return alone
-
-    def alone(self, server: int) -> list[int]:
-        """Return the shards that no other server holds."""
-        return [
-            shard
-            for shard, held in self.shards.items()
-            if not any(each.ready and each.server != server for each in held.holders)
-        ]
-
     def agreed(self, generation: int | None, lost: Sequence[int]) -> bool:
         """Drop the servers that a worker does not reach; return whether it knows all holders.
 
@@ -190,26 +170,86 @@ class Holders:
         if generation is not None and generation != self.generation:
             return False
         for server in lost:
-            if server not in self.gone:
-                self.lose(server)
+            self.lose(server)
         return True
 
-    def close(self) -> None:
-        """Close the connections to all servers."""
-        for server in range(len(self.addresses)):
-            self.hang_up(server)
+    def hang_up(self, server: int | None = None) -> None:
+        """Close the connections to a server, or to all, which wakes a thread that waits for it."""
+        for held in self.shards.values():
+            for each in list(held.holders):
+                if server in (None, each.server):
+                    each.connection.close()
 
-    def heir(self, shard: int) -> str:
-        """Return the name of the server that a shard is read from."""
-        return self.shards[shard].holders[0].name
+    # --- loss -----------------------------------------------------------------------------------
 
-    def connect_again(self, server: int) -> dict[int, FarServer]:
-        """Connect to a server that has come back, for each shard that it is to hold."""
-        count = len(self.addresses)
-        mine = [s for s in self.shards if server in holders_of(s, count, self.backups)]
-        return dict(zip(mine, self._reach([(server, shard) for shard in mine]), strict=True))
+    def _only_on(self, server: int) -> bool:
+        """Whether no other server holds some shard."""
+        shards = self.shards.values()
+        return not all(any(each.ready for each in held.without(server)) for held in shards)
 
-    def take_back(self, server: int, lines: dict[int, FarServer]) -> None:
+    def can_lose(self, server: int) -> bool:
+        """Return whether every shard of a server is held by another one, too."""
+        return server in self.gone or (server > 0 and not self._only_on(server))
+
+    def lose(self, server: int) -> bool:
+        """Drop a server if others hold its shards, else end the job; return whether it goes on.
+
+        Takes the lock.
+        """
+        name = f"ps {server}"
+        if server not in self.gone:
+            self.hang_up(server)  # a thread may wait for it with the lock
+        with self._changed:
+            if server in self.gone:
+                return True
+            self.gone.add(server)
+            if self._only_on(server):
+                self._end_job(server_lost(name))
+                return False
+            heirs = set()
+            for held in self.shards.values():
+                if (left := held.without(server)) != held.holders:
+                    held.holders = left
+                    heirs.add(f"ps {left[0].server}")
+        text = f"{name} was not reached any more, and"
+        self._peers.dismiss(name, left_behind(name, text, ReplicaLost))
+        self._peers.say(
+            f"{name} is gone; what it held is on {' and '.join(sorted(heirs))}, too, and training "
+            f"goes on with that. Start {name} again: until it is back, the death of another ps may "
+            "end the job"
+        )
+        return True
+
+    # --- return ---------------------------------------------------------------------------------
+
+    def heartbeat(self, server: int) -> None:
+        """Note a server's new heartbeat, at the start of the job or after a restart. Takes the
+        lock."""
+        here = [peer for peer in self._peers.present("heartbeat") if peer.server == server]
+        if len(here) > 1:  # the process before is dead
+            self.lose(server)
+        if server in self.gone:
+            threading.Thread(
+                target=self._come_back, args=(server,), name="stratagem-come-back", daemon=True
+            ).start()
+
+    def _come_back(self, server: int) -> None:
+        """Connect to a server that has come back, and have it hold its shards again."""
+        with self._one_by_one:  # it may have died and come back again meanwhile
+            if server not in self.gone:
+                return
+            count = len(self.addresses)
+            mine = [s for s in self.shards if server in holders_of(s, count, self.backups)]
+            try:
+                lines = self._reach([(server, shard) for shard in mine])
+            except (OSError, ReplicaError) as problem:
+                log.info("ps %d is gone again: %s", server, problem)
+                return
+            with self._changed:
+                self._take_back(server, dict(zip(mine, lines, strict=True)))
+        self._peers.say(f"ps {server} is back, and gets its share of the parameters")
+
+    def _take_back(self, server: int, lines: dict[int, FarServer]) -> None:
         """Have a server hold its shards again, as copies from the other holders.
 
         The server gets every later order, and carries it out once it has the copy.
@@ -229,7 +269,8 @@ class Holders:
         self.since[server] = self.generation
 
     def is_ready(self, server: int, shard: int) -> None:
-        """Note that a server which came back has its shards."""
-        for each in self.shards[shard].holders:
-            if each.server == server:
-                each.ready = True
+        """Note that a server which came back has a shard. Takes the lock."""
+        with self._changed:
+            for each in self.shards[shard].holders:
+                if each.server == server:
+                    each.ready = True

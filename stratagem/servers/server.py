@@ -44,7 +44,6 @@ from stratagem.servers.requests import Peer, answer
 from stratagem.servers.server_figures import ServerFigures
 from stratagem.servers.shard import Shard, shares_memory
 from stratagem.servers.shard_copy import HeldHere
-from stratagem.servers.takeover import Takeover
 from stratagem.servers.training_plan import goes_back
 from stratagem.training.agreement import Patience
 from stratagem.wire import lateness
@@ -78,7 +77,7 @@ class Server:
         self.shards = HeldHere(self.shard, self.secret, self.patience.arrive, self.cores)
         self.coordinator: Coordinator | None = None
         self.failure: ReplicaError | None = None
-        self._takeover: Takeover | None = None
+        self._holders: Holders | None = None
         self._heartbeat: TaskHeartbeat | None = None
         self.peers = Peers(self.patience.answer)
         self._ending: float | None = None
@@ -112,8 +111,8 @@ class Server:
                 ):
                     peer.tell({"again": 1})
                 peer.hang_up()
-            if self._takeover is not None:
-                self._takeover.holders.close()
+            if self._holders is not None:
+                self._holders.hang_up()
             # Python does not survive a thread that still frees tensors while the interpreter ends.
             until = time.monotonic() + _LEAVES
             while self.peers.present() and time.monotonic() < until:
@@ -126,8 +125,9 @@ class Server:
         """Connect: the coordinator to the other servers, for orders; they to it, for heartbeats."""
         limit = self.patience.arrive
         if self.index == 0:
-            holders, peers = Holders(self.addresses, self.secret, limit), self.peers
-            self._takeover = Takeover(holders, peers, self._fail, self.shard.changed)
+            peers, changed = self.peers, self.shard.changed
+            holders = Holders(self.addresses, self.secret, limit, peers, self._fail, changed)
+            self._holders = holders
             far = holders.meet()
             coordinator = Coordinator(
                 self.shard, far, self._fail, alive=peers.heard_workers, dismiss=peers.dismiss
@@ -194,8 +194,8 @@ class Server:
         if self.coordinator is not None:
             self.coordinator.failure = failure
             self.peers.tell(error_note(failure))
-            assert self._takeover is not None
-            self._takeover.holders.close()  # wakes a thread that waits for one and holds the lock
+            assert self._holders is not None
+            self._holders.hang_up()  # wakes a thread that waits for one and holds the lock
             self.coordinator.fail(failure)
 
     # --- peers --------------------------------------------------------------------------------
@@ -328,13 +328,13 @@ class Server:
     def _serve_heartbeat(self, peer: Peer) -> None:
         """Serve a task's heartbeat until the task leaves or is lost."""
         self.peers.listen_to(peer)
-        if peer.server >= 0 and self._takeover is not None:
-            self._takeover.heartbeat(peer.server)
+        if peer.server >= 0 and self._holders is not None:
+            self._holders.heartbeat(peer.server)
         while (note := peer.notes.get()) is not None:
             if note.get("bye"):
                 return
-            if "holds" in note and self._takeover is not None:
-                self._takeover.is_ready(peer.server, int(note["holds"]))
+            if "holds" in note and self._holders is not None:
+                self._holders.is_ready(peer.server, int(note["holds"]))
             error = error_of(note["dying"]) if "dying" in note else None
             if isinstance(error, ReplicaError) and not peer.dismissed:
                 self._fail(error)  # at once: other tasks only see that its connections close
@@ -344,8 +344,8 @@ class Server:
         if self._ending is not None:
             return
         if peer.worker < 0:
-            if self._takeover is not None and not peer.dismissed:
-                self._takeover.lose(peer.server)
+            if self._holders is not None and not peer.dismissed:
+                self._holders.lose(peer.server)
             return
         for other in self.peers.present("worker", peer.token):
             self._remove_worker(other, "its process has ended")
@@ -369,9 +369,9 @@ class Server:
     def _give_up(self, heartbeat: Peer, what: str) -> None:
         text = f"{heartbeat.name} {what} and is given up"
         # A server that wakes up again may still write into memory that it shares.
-        takeover = None if shares_memory(self.shard) else self._takeover
-        if takeover is not None and takeover.can_lose(heartbeat.server):
-            takeover.lose(heartbeat.server)
+        holders = None if shares_memory(self.shard) else self._holders
+        if holders is not None and holders.can_lose(heartbeat.server):
+            holders.lose(heartbeat.server)
             return
         if heartbeat.worker < 0 or heartbeat.chief:
             self._fail(hangs(heartbeat.name, f"{text}, so the job ends"))

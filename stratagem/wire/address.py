@@ -1,35 +1,29 @@
 """Addresses of the wire, and the sockets behind them.
 
-`host:port` is TCP. `unix:@name` is a Unix socket in Linux's abstract namespace, without a file;
-`unix:/path` is one with a file, for other systems.
+`host:port` is TCP. `unix:@name` is a Unix socket in Linux's abstract namespace, without a file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import secrets
 import socket
 import sys
-import tempfile
-import time
 
 from stratagem.cluster import sockets
 from stratagem.cluster.parsing import quote
-from stratagem.errors import ClusterError, UsageError
+from stratagem.errors import ClusterError
 
-_LINUX = sys.platform == "linux"
-_UNIX = "unix:"
-_PRIVATE = "stratagem-wire-"
+_UNIX = "unix:@"
 _BACKLOG = 128
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 def local_address() -> str:
-    """Return a new, unguessable address for processes of this machine."""
-    if _LINUX:
-        return f"{_UNIX}@stratagem-{secrets.token_hex(16)}"
-    return f"{_UNIX}{tempfile.mkdtemp(prefix=_PRIVATE)}/wire"
+    """Return a new address for processes of this machine; unguessable, where Linux has such."""
+    if sys.platform == "linux":
+        return f"{_UNIX}stratagem-{secrets.token_hex(16)}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def is_unix(address: str) -> bool:
@@ -40,12 +34,6 @@ def is_unix(address: str) -> bool:
 def encrypted(address: str, tls: bool | None) -> bool:
     """Whether to encrypt: as `tls` says, or if None, unless the address is local."""
     if is_unix(address):
-        _unix_name(address)
-        if tls:
-            raise UsageError(
-                f"{address}: a Unix socket does not leave the machine and is not encrypted; leave "
-                "tls out, or give the task a host:port"
-            )
         return False
     try:
         local = sockets.is_loopback(address)
@@ -58,28 +46,17 @@ def encrypted(address: str, tls: bool | None) -> bool:
 
 def call(address: str, limit: float) -> socket.socket:
     """Connect within `limit` seconds; OSError if no listener answers."""
-    if is_unix(address):
-        return _call_unix(_unix_name(address), time.monotonic() + limit)
-    return sockets.connect(address, limit)
-
-
-def _call_unix(name: str, deadline: float) -> socket.socket:
+    if not is_unix(address):
+        return sockets.connect(address, limit)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        while True:
-            try:
-                sock.settimeout(max(0.001, deadline - time.monotonic()))
-                sock.connect(name)
-                sock.settimeout(None)
-                return sock
-            except BlockingIOError:
-                # The listener's backlog is full, and connect() does not block then, as TCP's does.
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("timed out: many wait there already") from None
-                time.sleep(0.01)
+        sock.settimeout(limit)
+        sock.connect(_unix_name(address))
+        sock.settimeout(None)
     except BaseException:
         sock.close()
         raise
+    return sock
 
 
 def listen(address: str, who: str) -> socket.socket:
@@ -92,45 +69,21 @@ def listen(address: str, who: str) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as problem:
         sock.close()
-        raise ClusterError(
-            f"{who} cannot listen on {address}: {problem.strerror or problem}. Take a fresh "
-            "local_address() for each listener."
-        ) from problem
+        raise ClusterError(f"{who} cannot listen on {address}: {problem.strerror}") from problem
     return sock
 
 
-def forget(address: str) -> None:
-    """Remove the file of a Unix socket, and the folder that local_address() made for it."""
-    name = address.removeprefix(_UNIX)
-    if not is_unix(address) or name.startswith("@"):
-        return
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(name)
-    folder = os.path.dirname(name)
-    if os.path.basename(folder).startswith(_PRIVATE):
-        with contextlib.suppress(OSError):  # it holds other files
-            os.rmdir(folder)
-
-
 def _unix_name(address: str) -> str:
-    name = address.removeprefix(_UNIX)
-    if len(name) < 2 or name[0] not in "@/" or "\0" in name:
-        raise ClusterError(f"the address {quote(address)} is none; correct: unix:@name, unix:/path")
-    if name[0] == "/":
-        return name
-    if not _LINUX:
-        raise ClusterError(f"{quote(address)}: unix:@name exists on Linux only; use unix:/path")
-    return "\0" + name[1:]
+    return "\0" + address.removeprefix(_UNIX)
 
 
 def tune(sock: socket.socket) -> None:
-    """Send small frames without delay, and use keepalive to notice a machine that is gone.
+    """Use keepalive to notice a machine that is gone.
 
     The kernel sizes the buffers to the network; fixed ones, up to 4 MB, were no faster on loopback.
     """
     if sock.family == socket.AF_UNIX:
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
@@ -25,8 +24,8 @@ from stratagem.cluster.parsing import quote
 from stratagem.cluster.sockets import not_in_children
 from stratagem.cluster.waiting import FIRST, Wait, reach
 from stratagem.errors import HandshakeError
-from stratagem.wire.address import call, encrypted, forget, is_unix, listen, local_address, tune
-from stratagem.wire.channel import PlainChannel, hang_up
+from stratagem.wire.address import call, encrypted, is_unix, listen, local_address, tune
+from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection, Frame, WireError
 from stratagem.wire.tls import TlsChannel, context, shake_hands, wrap
 
@@ -55,8 +54,8 @@ def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = Non
     if encrypt:
         context(secret, False)  # slow the first time, so not while the peer waits
     deadline = time.monotonic() + limit
-    greeting = Greeting(call(address, limit), secret, server=False, tls=encrypt)
-    connection = greeting.meet(deadline - time.monotonic())
+    sock = call(address, limit)
+    connection = meet(sock, secret, server=False, tls=encrypt, limit=deadline - time.monotonic())
     if not is_unix(address):
         connection.peer = address
     return connection
@@ -143,20 +142,12 @@ class Listener:
         self._tls = encrypted(address, tls)
         if self._tls:
             context(secret, True)
-        self._lock = threading.Lock()
-        self._greetings: set[Greeting] = set()
         self._door = Acceptor(listen(address, who), secret, self._greet, f"{who} at {address}")
         self._door.open()
 
     def close(self) -> None:
-        """Stop listening and end unfinished greetings; finished connections stay open."""
-        if not self._door.close():
-            return
-        with self._lock:
-            greetings = list(self._greetings)
-        for greeting in greetings:
-            greeting.hang_up()
-        forget(self.address)
+        """Stop listening; finished connections stay open."""
+        self._door.close()
 
     def __enter__(self) -> Self:
         return self
@@ -166,20 +157,13 @@ class Listener:
 
     def _greet(self, sock: socket.socket) -> None:
         """Finish the greeting of a peer that has proved the secret; runs on its own thread."""
-        greeting = Greeting(sock, self._secret, server=True, tls=self._tls)
-        with self._lock:
-            self._greetings.add(greeting)
-        if self._door.closed:
-            greeting.hang_up()
+        peer = peer_name(sock)
         try:
-            connection = greeting.meet(GREETING)
+            connection = meet(sock, self._secret, server=True, tls=self._tls, limit=GREETING)
         except OSError as problem:
             if not self._door.closed:
-                self._door.refusals.tell(greeting.peer, problem)
+                self._door.refusals.tell(peer, problem)
             return
-        finally:
-            with self._lock:
-                self._greetings.discard(greeting)
         if self._door.closed:
             connection.close()
             return
@@ -190,62 +174,46 @@ class Listener:
             connection.close()
 
 
-class Greeting:
-    """The handshake that turns a socket into a Connection.
+def meet(
+    sock: socket.socket, secret: bytes, *, server: bool, tls: bool, limit: float
+) -> Connection:
+    """Make a Connection of a socket within `limit` seconds; close it on any error.
 
     First the proof of the secret, in messages of fixed size: nothing of a peer is parsed before it,
     by TLS neither. The server's side of it is in cluster/acceptor.py. Then a note from each end
     with its version of the frames and whether it encrypts. Then TLS, if both do.
     """
+    deadline, peer = time.monotonic() + limit, peer_name(sock)
+    not_in_children(sock)
+    try:
+        tune(sock)
+        if not server:
+            prove(sock, secret, limit=_left(deadline))
+        send_note(sock, {"wire": VERSION, "tls": tls}, limit=_left(deadline))
+        _agree(peer, recv_note(sock, limit=_left(deadline)), tls)
+        if not tls:
+            return Connection(PlainChannel(sock), peer)
+        sock = secure = not_in_children(wrap(sock, secret, server=server))
+        shake_hands(secure, secret, limit=_left(deadline))
+        return Connection(TlsChannel(secure), peer)
+    except BaseException:
+        sock.close()
+        raise
 
-    def __init__(self, sock: socket.socket, secret: bytes, *, server: bool, tls: bool) -> None:
-        self.peer = peer_name(sock)
-        self._sock = not_in_children(sock)
-        self._secret = secret
-        self._server = server
-        self._tls = tls
 
-    def meet(self, limit: float) -> Connection:
-        """Do the handshake within `limit` seconds; on OSError, mostly HandshakeError, it closes."""
-        try:
-            return self._meet(time.monotonic() + limit)
-        except BaseException:
-            self.close()
-            raise
-
-    def _meet(self, deadline: float) -> Connection:
-        tune(self._sock)
-        if not self._server:
-            prove(self._sock, self._secret, server=False, limit=_left(deadline))
-        send_note(self._sock, {"wire": VERSION, "tls": self._tls}, limit=_left(deadline))
-        self._agree(recv_note(self._sock, limit=_left(deadline)))
-        if not self._tls:
-            return Connection(PlainChannel(self._sock), self.peer)
-        self._sock = secure = not_in_children(wrap(self._sock, self._secret, server=self._server))
-        shake_hands(secure, self._secret, limit=_left(deadline))
-        return Connection(TlsChannel(secure), self.peer)
-
-    def _agree(self, note: dict[str, object]) -> None:
-        if note.get("wire") != VERSION:
-            raise HandshakeError(
-                f"{self.peer} belongs to this job but speaks version {quote(note.get('wire'))} of "
-                f"the wire, this task version {VERSION}: install the same stratagem on every "
-                "task, and give what listens there a port of its own"
-            )
-        if note.get("tls") is not self._tls:
-            this, other = ("encrypts", "does not") if self._tls else ("does not encrypt", "does")
-            raise HandshakeError(
-                f"{self.peer} belongs to this job, but this side {this} and the other {other}: "
-                "give both the same tls= and the same spelling of the address"
-            )
-
-    def hang_up(self) -> None:
-        """Interrupt `meet`, which runs on another thread."""
-        hang_up(self._sock)
-
-    def close(self) -> None:
-        """Close the descriptor."""
-        self._sock.close()
+def _agree(peer: str, note: dict[str, object], tls: bool) -> None:
+    if note.get("wire") != VERSION:
+        raise HandshakeError(
+            f"{peer} belongs to this job but speaks version {quote(note.get('wire'))} of the wire, "
+            f"this task version {VERSION}: install the same stratagem on every task, and give what "
+            "listens there a port of its own"
+        )
+    if note.get("tls") is not tls:
+        this, other = ("encrypts", "does not") if tls else ("does not encrypt", "does")
+        raise HandshakeError(
+            f"{peer} belongs to this job, but this side {this} and the other {other}: give both "
+            "the same tls= and the same spelling of the address"
+        )
 
 
 def _left(deadline: float) -> float:

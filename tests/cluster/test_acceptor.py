@@ -51,7 +51,7 @@ def enter(where: tuple[str, int], limit: float = 5.0) -> float:
     while True:
         try:
             with socket.create_connection(where, timeout=2) as sock:
-                prove(sock, SECRET, server=False, limit=2)
+                prove(sock, SECRET, limit=2)
                 return time.monotonic() - start
         except (Stranger, WrongSecret):
             raise
@@ -92,7 +92,7 @@ def test_a_member_comes_in_past_a_thousand_strangers() -> None:
 def test_who_was_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doors, "PLACES", 4)
     with opened() as (door, where, inside), socket.create_connection(where) as member:
-        prove(member, SECRET, server=False, limit=PATIENCE)
+        prove(member, SECRET, limit=PATIENCE)
         ours = inside.get(timeout=PATIENCE)
         strangers = [socket.create_connection(where) for _ in range(12)]
         strangers[0].settimeout(PATIENCE)
@@ -153,7 +153,7 @@ def test_a_server_that_ends_is_told_as_that(after: int) -> None:
             socket.create_connection(listener.getsockname()) as client,
             pytest.raises(Ended, match="during the greeting") as told,
         ):
-            prove(client, SECRET, server=False, limit=PATIENCE)
+            prove(client, SECRET, limit=PATIENCE)
         thread.join(PATIENCE)
     assert "SECRET" not in str(told.value)
 
@@ -161,7 +161,7 @@ def test_a_server_that_ends_is_told_as_that(after: int) -> None:
 def test_a_wrong_secret_is_still_told_as_one(said: Callable[[], list[str]]) -> None:
     with opened() as (_, where, inside):
         with socket.create_connection(where) as client, pytest.raises(WrongSecret):
-            prove(client, b"other", server=False, limit=PATIENCE)
+            prove(client, b"other", limit=PATIENCE)
         eventually(said)
         assert inside.empty()
     assert "STRATAGEM_SECRET" in said()[0]

@@ -29,6 +29,7 @@ from stratagem.cluster.handshake import (
 )
 from stratagem.errors import HandshakeError, UsageError
 from tests.clock import in_time
+from tests.cluster.server_proof import demand_proof
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -60,9 +61,9 @@ def outcome(action: Callable[[], None]) -> tuple[threading.Thread, list[BaseExce
     return thread, results
 
 
-def prove_or_hang_up(sock: socket.socket, secret: bytes, server: bool, limit: float) -> None:
+def prove_or_hang_up(sock: socket.socket, secret: bytes, server: bool) -> None:
     try:
-        prove(sock, secret, server=server, limit=limit)
+        demand_proof(sock, secret) if server else prove(sock, secret, limit=20)
     except HandshakeError:
         sock.close()
         raise
@@ -71,8 +72,8 @@ def prove_or_hang_up(sock: socket.socket, secret: bytes, server: bool, limit: fl
 def meet(server_secret: bytes, client_secret: bytes) -> list[BaseException | None]:
     """Return the results of the server and the client; each hangs up when it has failed."""
     with pair() as (server, client):
-        thread, first = outcome(lambda: prove_or_hang_up(server, server_secret, True, 20))
-        other, second = outcome(lambda: prove_or_hang_up(client, client_secret, False, 20))
+        thread, first = outcome(lambda: prove_or_hang_up(server, server_secret, True))
+        other, second = outcome(lambda: prove_or_hang_up(client, client_secret, False))
         thread.join()
         other.join()
         return first + second
@@ -99,18 +100,17 @@ def test_the_secret_is_in_no_message() -> None:
 
 def test_the_socket_keeps_its_own_timeout() -> None:
     with pair() as (server, client):
-        server.settimeout(7.0)
-        thread, _ = outcome(lambda: prove(client, SECRET, server=False, limit=20))
-        prove(server, SECRET, server=True, limit=20)
+        client.settimeout(7.0)
+        thread, _ = outcome(lambda: demand_proof(server, SECRET))
+        prove(client, SECRET, limit=20)
         thread.join()
-        assert server.gettimeout() == 7.0
-        assert client.gettimeout() is None
+        assert client.gettimeout() == 7.0
 
 
-@pytest.mark.parametrize("server", [True, False])
-def test_a_mirror_proves_nothing(server: bool) -> None:
+@pytest.mark.parametrize("prove", [partial(prove, limit=2), partial(demand_proof, limit=2)])
+def test_a_mirror_proves_nothing(prove: Callable[..., None]) -> None:
     with pair() as (ours, mirror):
-        thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=2))
+        thread, results = outcome(lambda: prove(ours, SECRET))
         mirror.settimeout(0.2)
         while thread.is_alive():
             try:
@@ -124,8 +124,8 @@ def test_a_mirror_proves_nothing(server: bool) -> None:
 def test_what_one_server_said_does_not_open_another() -> None:
     """A relay that turns the client's proof into a server's: the roles are inside the MAC."""
     with pair() as (first, left), pair() as (second, right):
-        one, a = outcome(lambda: prove(first, SECRET, server=False, limit=20))
-        two, b = outcome(lambda: prove(second, SECRET, server=False, limit=20))
+        one, a = outcome(lambda: prove(first, SECRET, limit=20))
+        two, b = outcome(lambda: prove(second, SECRET, limit=20))
         # Two clients, each shown the other as its server.
         left.sendall(right.recv(40))
         right.sendall(left.recv(40))
@@ -137,15 +137,15 @@ def test_what_one_server_said_does_not_open_another() -> None:
         assert isinstance(b[0], WrongSecret)
 
 
-@pytest.mark.parametrize("server", [True, False])
+@pytest.mark.parametrize("prove", [partial(prove, limit=20), demand_proof])
 @given(said=st.binary(max_size=200))
 @QUICK
-def test_garbage_is_refused(server: bool, said: bytes) -> None:
+def test_garbage_is_refused(prove: Callable[..., None], said: bytes) -> None:
     with pair() as (ours, theirs):
         theirs.sendall(said)
         theirs.shutdown(socket.SHUT_WR)
         with pytest.raises(HandshakeError):
-            prove(ours, SECRET, server=server, limit=20)
+            prove(ours, SECRET)
 
 
 def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseException | None:
@@ -159,7 +159,7 @@ def forged_client(cut: int = 72, flip: int | None = None, bit: int = 0) -> BaseE
 
     greeting, nonce = b"STRATGM\x04", bytes(32)
     with pair() as (ours, theirs):
-        thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True, 20))
+        thread, results = outcome(partial(prove_or_hang_up, ours, SECRET, True))
         with suppress(ConnectionError):
             say(theirs, greeting + nonce, 0)
             if cut >= 40:
@@ -193,7 +193,7 @@ def test_another_protocol_is_a_stranger_without_a_wait() -> None:
         theirs.sendall(b"220 mail.example\r\n")
         start = time.monotonic()
         with pytest.raises(Stranger, match="something else"):
-            prove(ours, SECRET, server=False, limit=5)
+            prove(ours, SECRET, limit=5)
         in_time(time.monotonic() - start, 1)
 
 
@@ -201,14 +201,13 @@ def test_another_version_is_named() -> None:
     with pair() as (ours, theirs):
         theirs.sendall(b"STRATGM\x09" + bytes(32))
         with pytest.raises(Stranger, match="version 9"):
-            prove(ours, SECRET, server=True, limit=20)
+            demand_proof(ours, SECRET)
 
 
-@pytest.mark.parametrize("server", [True, False])
-def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
+def test_a_peer_that_drips_is_cut_off_at_the_limit() -> None:
     with pair() as (ours, theirs):
         start = time.monotonic()
-        thread, results = outcome(lambda: prove(ours, SECRET, server=server, limit=0.5))
+        thread, results = outcome(lambda: prove(ours, SECRET, limit=0.5))
         for byte in b"STRATGM\x04" + bytes(20):
             time.sleep(0.05)
             try:
@@ -220,12 +219,11 @@ def test_a_peer_that_drips_is_cut_off_at_the_limit(server: bool) -> None:
         in_time(time.monotonic() - start, 2.5)
 
 
-@pytest.mark.parametrize("server", [True, False])
-def test_a_silent_peer_is_given_up_at_the_limit(server: bool) -> None:
+def test_a_silent_peer_is_given_up_at_the_limit() -> None:
     with pair() as (ours, _):
         start = time.monotonic()
         with pytest.raises(HandshakeError, match="without a word"):
-            prove(ours, SECRET, server=server, limit=0.3)
+            prove(ours, SECRET, limit=0.3)
         in_time(time.monotonic() - start, 1.5)
         with pytest.raises(HandshakeError):
             recv_note(ours, limit=0.1)

@@ -118,7 +118,7 @@ def two(scripts: Nursery, tmp_path: Path) -> Cluster:
 
 def end_well(everybody: Sequence[Script], seconds: float = 40) -> None:
     for script in everybody:
-        assert script.ends(seconds) == 0, script
+        assert script.ends(seconds) == 0, str(script)
 
 
 def weights(path: Path) -> nn.Module:
@@ -296,6 +296,7 @@ def test_a_worker_of_one_device_is_its_replica_outside_of_run_too(two: Cluster) 
         fit_alone()
         assert who() == mine
         second = sg.MultiWorkerMirroredStrategy("ring")
+        strategy.run(lambda: sg.current_replica().barrier())  # both have it, before one fails
         strategy.close()
         assert who() == mine
         try:

@@ -7,18 +7,19 @@ import queue
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stratagem.cluster import acceptor
-from stratagem.errors import ClusterError, HandshakeError, UsageError
+from stratagem.cluster.handshake import prove, recv_note, send_note
+from stratagem.errors import ClusterError, HandshakeError
 from stratagem.wire import tcp
 from stratagem.wire.address import encrypted
 from stratagem.wire.connection import Frame
 from stratagem.wire.tcp import Connection, Listener, connect, local_address
 from tests.clock import PATIENCE, in_time
+from tests.cluster.server_proof import demand_proof
 from tests.wire.wire_pairs import (
     KINDS,
     SECRET,
@@ -74,13 +75,11 @@ def test_a_silent_stranger_is_cut_off_and_holds_up_nobody(
 def test_silence_after_the_proof_is_cut_off_too(
     kind: str, monkeypatch: pytest.MonkeyPatch, lines: Lines
 ) -> None:
-    from stratagem.cluster.handshake import prove, recv_note, send_note
-
     monkeypatch.setattr(tcp, "GREETING", 1.0)
     with listening(kind) as (listener, arrived):
         host, port = listener.address.split(":")
         with socket.create_connection((host, int(port))) as member:
-            prove(member, SECRET, server=False, limit=20)
+            prove(member, SECRET, limit=20)
             if kind == "tls":
                 recv_note(member, 20)
                 send_note(member, {"wire": 1, "tls": True})
@@ -103,14 +102,12 @@ def test_silence_after_the_proof_is_cut_off_too(
     ],
 )
 def test_another_version_or_none_is_refused(note: dict[str, object], match: str) -> None:
-    from stratagem.cluster.handshake import prove, recv_note, send_note
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         calling = Outcome(lambda: connect(address, SECRET, limit=20))
         sock, _ = listener.accept()
         with sock:
-            prove(sock, SECRET, server=True, limit=20)
+            demand_proof(sock, SECRET)
             recv_note(sock, 20)
             send_note(sock, note)
             with pytest.raises(HandshakeError, match=match):
@@ -134,11 +131,9 @@ def test_what_is_encrypted_by_default() -> None:
     assert not encrypted("127.0.0.1:2222", None) and not encrypted("localhost:2222", None)
     assert not encrypted("[::1]:2222", None) and not encrypted("unix:@a", None)
     assert encrypted("127.0.0.1:2222", True) and not encrypted("10.0.0.5:2222", False)
-    with pytest.raises(UsageError, match="Unix"):
-        encrypted("unix:@a", True)
 
 
-@pytest.mark.parametrize("address", ["", "a", "127.0.0.1", "127.0.0.1:x", "unix:", "unix:a"])
+@pytest.mark.parametrize("address", ["", "a", "127.0.0.1", "127.0.0.1:x", "unix:a"])
 def test_a_wrong_address_is_named(address: str) -> None:
     with pytest.raises(ClusterError, match="correct"):
         connect(address, SECRET, limit=1)
@@ -152,31 +147,9 @@ def test_nobody_there() -> None:
             connect(address, SECRET, limit=20)
 
 
-def test_a_full_queue_at_a_unix_socket_is_waited_for_until_the_limit() -> None:
-    address = local_address()
-    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as first:
-        name = "\0" + address.removeprefix("unix:@")
-        full.bind(name)
-        full.listen(0)
-        first.connect(name)
-        start = time.monotonic()
-        with pytest.raises(TimeoutError):
-            connect(address, SECRET, limit=0.3)
-        in_time(time.monotonic() - start, 2, least=0.2)
-
-
 def test_a_port_in_use_is_named(kind: str) -> None:
     with listening(kind) as (listener, _), pytest.raises(ClusterError, match="ps 1 cannot listen"):
         Listener(listener.address, SECRET, "ps 1", print, tls=None)
-
-
-def test_a_unix_socket_with_a_file_leaves_none(tmp_path: Path) -> None:
-    folder = tmp_path / "stratagem-wire-x"
-    folder.mkdir()
-    address = f"unix:{folder}/wire"
-    with Listener(address, SECRET, "ps 0", Connection.close):
-        connect(address, SECRET, limit=20).close()
-    assert not folder.exists()
 
 
 def test_a_welcome_that_fails_is_logged_and_the_door_stays_open(

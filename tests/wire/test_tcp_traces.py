@@ -99,7 +99,7 @@ SECRET = b"s" * 32
 ends = [connect(address, SECRET, limit=20, tls=kind == "tls" or None)
         for kind, address in zip(sys.argv[1::2], sys.argv[2::2])]
 door = Listener(local_address(), SECRET, "x", print)
-locks = [lock for end in ends for lock in (end._sending, end._gate)] + [door._lock]
+locks = [lock for end in ends for lock in (end._sending, end._gate)]
 for lock in locks:  # as if other threads were busy at the time of the fork
     lock.acquire()
 pid = os.fork()

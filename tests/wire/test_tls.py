@@ -21,6 +21,7 @@ from stratagem.errors import HandshakeError
 from stratagem.wire import tls
 from stratagem.wire.connection import Connection, Frame, WireError
 from stratagem.wire.tcp import Listener, connect
+from tests.cluster.server_proof import demand_proof
 from tests.wire.wire_pairs import (
     SECRET,
     Lines,
@@ -157,7 +158,7 @@ def proven(address: str) -> socket.socket:
     """A client that has proved the secret and is about to start TLS."""
     host, port = address.split(":")
     sock = socket.create_connection((host, int(port)))
-    prove(sock, SECRET, server=False, limit=20)
+    prove(sock, SECRET, limit=20)
     recv_note(sock, 20)
     send_note(sock, {"wire": 1, "tls": True})
     return sock
@@ -205,7 +206,7 @@ def test_a_server_without_the_certificate_is_refused() -> None:
         address = f"127.0.0.1:{door.getsockname()[1]}"
         calling = Outcome(partial(connect, address, SECRET, limit=20, tls=True))
         sock, _ = door.accept()
-        prove(sock, SECRET, server=True, limit=20)
+        demand_proof(sock, SECRET)
         send_note(sock, {"wire": 1, "tls": True})
         recv_note(sock, 20)
         with suppress(OSError), tls.context(OTHER, True).wrap_socket(sock, server_side=True):
