@@ -114,7 +114,7 @@ class ServerStrategy(Strategy):
                 "over all of them; sg.Model's fit reports the loss of the epoch, and the chief's "
                 "settings (its learning rate) count for all."
             )
-        return super().mean(value)
+        return super().mean(value, count=count)
 
     def _devices_here(self) -> int:
         """The number of devices of this worker of a cluster."""
