@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.state.optimizer_state import params_of, take_state
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
@@ -141,7 +142,7 @@ class PartedModel:
     ) -> None:
         self._tensors = PartedTensors(tensors, collective)
         self._optimizer, self._leads = optimizer, collective.rank == 0
-        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._params = params_of(optimizer)
         self._owned: set[Tensor] = set()
         others = [(rank, 0) for rank in range(1, collective.size)]
         channels = open_channels(collective, others, 2)
@@ -173,11 +174,7 @@ class PartedModel:
                 channel.post(self._own_state())
                 continue
             for index, state in channel.take():
-                param = self._params[index]
-                self._optimizer.state[param] = {
-                    name: v.to(param.device) if name != "step" and _is_like(v, param) else v
-                    for name, v in state.items()
-                }
+                take_state(self._optimizer, self._params[index], state)
             channel.release()
 
     def _own_state(self) -> list[Any]:
@@ -198,7 +195,3 @@ class PartedModel:
     def leave(self) -> None:
         """Close after a failure, without the other processes."""
         self._tensors.leave()
-
-
-def _is_like(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape

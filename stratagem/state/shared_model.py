@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.state.optimizer_state import params_of
 from stratagem.wire.freed_memory import return_freed_memory
 from stratagem.wire.segment import Segment, aligned
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -141,7 +142,7 @@ class OwnedState:
 
     def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
         self._optimizer, self._owned, self._leads = optimizer, owned, leads
-        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._params = params_of(optimizer)
         #: shared memory of each state, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
         if not leads:
