@@ -13,8 +13,7 @@ from stratagem.servers.task_main import current_worker, in_group
 from stratagem.servers.ticket_loop import prepare_served
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.strategies.custom_loop_calls import Resume
-from stratagem.strategies.strategy import Strategy, replica_group_inside
-from stratagem.strategies.task_group import TaskGroup
+from stratagem.strategies.strategy import Strategy, TaskGroup, replica_group_inside
 from stratagem.training import dry_run
 from stratagem.training.replica import called_replica
 from stratagem.training.settings import Settings

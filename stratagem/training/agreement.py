@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.cluster.environment import cores
@@ -98,18 +98,11 @@ class AgreeingProcess:
         return cross_device.possible(ground)[0]
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What the chief provides: a name for the rendezvous, a control block in shared memory."""
+def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Segment | None]:
+    """Exchange what each process brings, and what the chief offers: a name for the rendezvous, a
+    control block in shared memory. Collective.
 
-    store: str | None = None
-    control: Segment | None = None
-
-
-def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer]:
-    """Exchange what each process brings, and the chief's offer. Collective.
-
-    The offer must be kept until every replica has connected.
+    The chief must keep the returned block until every replica has connected.
     """
     facts = cluster.exchange(
         {
@@ -131,8 +124,13 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
     op = party.choose(ground)
     if isinstance(op, ReductionToOneDevice):
         op.root(list(devices))  # raises here, before any other replica is asked
-    offer = _offer(party, op, len(devices)) if cluster.rank == 0 else Offer()
-    settled = _settle(party, cluster, op, offer)
+    control, store = None, None
+    if cluster.rank == 0 and len(devices) > 1:
+        if op.shares_memory:
+            control = Segment(SharedMemoryCollective.control_size(len(devices)))
+        if control is None or party.settings.op == "auto":
+            store = secrets.token_hex(4)
+    settled = _settle(party, cluster, op, {"store": store, "control": control and control.handle})
     first = sum(counts[: cluster.rank])
     placement = Placement(
         rank=first,
@@ -149,28 +147,17 @@ def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer
         step=party.patience.step,
         generation=settled["generation"] if isinstance(settled["generation"], int) else 0,
     )
-    return placement, offer
-
-
-def _offer(party: AgreeingProcess, op: CrossDeviceOps, size: int) -> Offer:
-    if size == 1:
-        return Offer()
-    shared = op.shares_memory
-    return Offer(
-        secrets.token_hex(4) if party.settings.op == "auto" or not shared else None,
-        Segment(SharedMemoryCollective.control_size(size)) if shared else None,
-    )
+    return placement, control
 
 
 def _settle(
-    party: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Offer
+    party: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the chief's offer, after checking that all processes want the same all-reduce."""
     chosen = party.settings
     offers = cluster.exchange(
         {
-            "store": offer.store,
-            "control": offer.control and offer.control.handle,
+            **offer,
             "generation": next(party.numbers),
             "op": "auto" if chosen.op == "auto" else repr(op),
             "wire": f"wire={chosen.wire or 'float32'!r}",

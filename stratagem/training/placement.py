@@ -35,6 +35,7 @@ T = TypeVar("T")
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
 PATIENCE = timedelta(minutes=30)
 _LONG = 1e9  # seconds; torch counts milliseconds
+_ON_THEIR_WAY = 2.0  # seconds in which bytes of a member that has left may still arrive
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,6 @@ class WaitWatcher:
         elif waited >= self._next:
             self._next = waited + AGAIN
             say_late(self._names[rank], waited)
-
-
-class _Eye:
-    """Called while a process group waits: raises trouble.
-
-    Bytes of a member that has left may still be under way, so its absence counts after a while.
-    """
-
-    _ON_THEIR_WAY = 2.0
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __call__(self, waited: float) -> None:
-        self._membership.raise_if_trouble()
-        if waited > self._ON_THEIR_WAY:
-            self._membership.raise_if_gone()
 
 
 def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
@@ -181,7 +165,13 @@ def _connect(
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
     # torch's own timeout names no rank, so ours is shorter
     limit = max(PATIENCE, timedelta(seconds=min(placement.step, _LONG))) + timedelta(minutes=1)
-    meeting = Meeting(store, placement.interface, limit, _Eye(membership), placement.names, late)
+
+    def watch_group(waited: float) -> None:
+        membership.raise_if_trouble()
+        if waited > _ON_THEIR_WAY:
+            membership.raise_if_gone()
+
+    meeting = Meeting(store, placement.interface, limit, watch_group, placement.names, late)
     arguments = (placement.rank, placement.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)
