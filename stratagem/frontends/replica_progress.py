@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.streams import generator_states, mixed, seed_torch, throw_beside_torch
+from stratagem.data.streams import generator_states, mixed, seed_beside_torch, seed_torch
 from stratagem.frontends.apart import tell_late
 from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.fit_job import Fit
@@ -193,7 +193,7 @@ def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
     """In the standby: load the chief's state, and seed the rngs differently from all replicas."""
     seed = mixed(torch.initial_seed(), 0, 1 + told["step"])
     seed_torch(seed)
-    throw_beside_torch([f"{seed:016x}"] * 2, 0)
+    seed_beside_torch([f"{seed:016x}"] * 2, 0)
     for buffer, value in zip(job.module.buffers(), told["buffers"], strict=True):
         buffer.copy_(value)
     if isinstance(step, Sliced):

@@ -169,10 +169,10 @@ def _settings(
         said["submit"] = _submit(args) or None
         if args.metric:
             said["metric"], said["larger"] = read_metric(args.metric)
-        told = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in said.items() if value is not None}
         axes, _ = begun.space
         trials = count_trials(axes, begun.sampler, args.trials or begun.trials)
-        replace(begun, **told).check_same(begun)
+        replace(begun, **given).check_same(begun)
         return _no_fewer(replace(begun, trials=trials), begun)
     made = _new(args, words)
     if begun is not None:

@@ -221,7 +221,7 @@ class TrialJobs:
         if not (folder / JOB).exists():
             return None
         job = JobFolder(Path((folder / JOB).read_text()))
-        if not job.told:  # the sweep was killed before it had sent the job
+        if not job.record:  # the sweep was killed before it had sent the job
             return None
         return self._add(number, job, folder)
 

@@ -65,8 +65,8 @@ class PartedTensors:
             if channel.sender == rank:
                 pairs = zip(tied, before, strict=True)
                 kept = [not t.requires_grad and t._version == version for t, version in pairs]
-                told = zip(tied, kept, strict=True)
-                channel.post([None if same else t.detach() for t, same in told])
+                both = zip(tied, kept, strict=True)
+                channel.post([None if same else t.detach() for t, same in both])
         for (channel, tied), before in ties:
             if channel.receiver == rank:
                 for tensor, version, value in zip(tied, before, channel.take(), strict=True):
@@ -96,9 +96,9 @@ class PartedTensors:
                 t for t, users in zip(self._tensors, self._users, strict=True) if users[0] == owner
             ]
             mine = [t.detach() for t in theirs] if owner == rank else None
-            told = broadcast_tree(self._collective, mine, owner)
+            values = broadcast_tree(self._collective, mine, owner)
             if owner != rank:
-                for tensor, value in zip(theirs, told, strict=True):
+                for tensor, value in zip(theirs, values, strict=True):
                     if tensor.shape == value.shape:
                         tensor.copy_(value)
                     else:

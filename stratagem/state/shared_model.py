@@ -152,12 +152,12 @@ class OwnedState:
 
     def share(self, collective: SharedMemoryCollective) -> None:
         """After a step: have the first process see every state. Collective."""
-        everybody = gather_tree(collective, self._tell())
-        for told in everybody[1:] if self._leads else ():
-            if told is not None:
-                self._learn(told)
+        everybody = gather_tree(collective, self._announcement())
+        for each in everybody[1:] if self._leads else ():
+            if each is not None:
+                self._adopt(each)
 
-    def _tell(self) -> dict[str, Any] | None:
+    def _announcement(self) -> dict[str, Any] | None:
         """Move new state into shared memory; return the announcement of it, if any."""
         entries: list[tuple[int, str, Tensor]] = []
         numbers: list[list[Any]] = []
@@ -171,8 +171,8 @@ class OwnedState:
                     entries.append((index, name, value))
         if not entries and not numbers:
             return None
-        told: dict[str, Any] = {"numbers": numbers}
-        return told | self._moved(entries) if entries else told
+        news: dict[str, Any] = {"numbers": numbers}
+        return news | self._moved(entries) if entries else news
 
     def _is_home(self, index: int, name: str, value: Tensor) -> bool:
         """Return whether a state has shared memory; if the optimizer replaced it, copy it back."""
@@ -201,14 +201,14 @@ class OwnedState:
         self._segment = segment  # until the first process has mapped it
         return {"handle": segment.handle, "entries": outline}
 
-    def _learn(self, told: dict[str, Any]) -> None:
+    def _adopt(self, announced: dict[str, Any]) -> None:
         """On the first process: map the state that another process has announced."""
-        for index, name, value in told["numbers"]:
+        for index, name, value in announced["numbers"]:
             self._optimizer.state[self._params[index]][name] = value
-        if "handle" not in told:
+        if "handle" not in announced:
             return
-        segment = Segment.attach(told["handle"])
-        for index, name, kind, shape, start in told["entries"]:
+        segment = Segment.attach(announced["handle"])
+        for index, name, kind, shape, start in announced["entries"]:
             view = segment.tensor(getattr(torch, kind), shape, start)
             self._optimizer.state[self._params[index]][name] = view
 

@@ -15,9 +15,9 @@ from stratagem.errors import ClusterError
 from stratagem.figures.meter import METER
 from stratagem.training.cross_device import (
     CrossDeviceOps,
-    Ground,
     HierarchicalCopyAllReduce,
     ReductionToOneDevice,
+    ReplicaHardware,
     possible,
 )
 from stratagem.training.devices import limit_memory, place
@@ -48,7 +48,7 @@ class Placement:
     names: tuple[str, ...]
     devices: tuple[str, ...]
     hosts: tuple[str, ...]
-    ground: Ground
+    hardware: ReplicaHardware
     op: CrossDeviceOps
     #: the address of this host on which its replicas listen
     interface: str = "127.0.0.1"
@@ -68,7 +68,7 @@ class Placement:
 
     def candidates(self) -> tuple[CrossDeviceOps, ...]:
         """Operations that these replicas can run, the chosen one first."""
-        return tuple(dict.fromkeys([self.op, *possible(self.ground)]))
+        return tuple(dict.fromkeys([self.op, *possible(self.hardware)]))
 
     def of(self, rank: int) -> Placement:
         """Return the placement of another replica of the same group."""
@@ -117,15 +117,15 @@ def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.
     return done[0]
 
 
-def sit(placement: Placement, membership: Membership) -> Replica:
+def connect_replica(placement: Placement, membership: Membership) -> Replica:
     """Connect to the other replicas. Collective."""
     name = placement.devices[placement.rank]
     with kind_of(name).seat(place(name), placement.rank, placement.size) as device:
         limit_memory(device)
-        return _sit(placement, membership, device)
+        return _connect_replica(placement, membership, device)
 
 
-def _sit(placement: Placement, membership: Membership, device: torch.device) -> Replica:
+def _connect_replica(placement: Placement, membership: Membership, device: torch.device) -> Replica:
     watch = membership.raise_if_trouble
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
@@ -160,7 +160,7 @@ def _connect(
         return SharedMemoryCollective(
             placement.rank, placement.size, control, watch, placement.names
         )
-    backend = placement.ground.backend
+    backend = placement.hardware.backend
     assert placement.store is not None
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
     # torch's own timeout names no rank, so ours is shorter

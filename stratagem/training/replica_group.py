@@ -37,13 +37,13 @@ from stratagem.training.group_followers import (
     collected,
     explained,
     forked,
+    join_group,
     open_local,
     record_fault,
     run_call,
-    sit_down,
     watch_lives,
 )
-from stratagem.training.placement import sit
+from stratagem.training.placement import connect_replica
 from stratagem.training.replica import (
     Replica,
     be,
@@ -83,7 +83,7 @@ class ReplicaGroup:
         self.devices = tuple(devices)
         self.place = place
         self.patience = patience
-        self._party = AgreeingProcess(self.devices, settings, place, patience, insecure)
+        self._process = AgreeingProcess(self.devices, settings, place, patience, insecure)
         self.replica: Replica | None = None
         #: the replica that this process is, if it has no followers; until close, failed or not
         self._self: Replica | None = None
@@ -160,7 +160,7 @@ class ReplicaGroup:
                 "evaluate, predict and strategy.run only, where it can begin with the others."
             )
         self._cluster.raise_if_trouble()
-        placement, self._control = agree(self._party, self._cluster)
+        placement, self._control = agree(self._process, self._cluster)
         self._threads = placement.threads
         others = range(placement.rank + 1, placement.rank + len(self.devices))
         membership = self._cluster
@@ -171,12 +171,12 @@ class ReplicaGroup:
             own = self._pool, placement, self.devices, self._cluster, give_up
             membership = self._local = open_local(*own)
             self._pool.submit(
-                sit_down,
+                join_group,
                 [(placement.of(rank), membership.members, give_up) for rank in others],
                 membership.raise_if_trouble,
             )
         membership.on_trouble(record_fault)
-        replica = sit(placement, membership)
+        replica = connect_replica(placement, membership)
         if placement.segment is not None:
             replica.barrier()  # until all replicas have mapped it
         if self._pool is not None:
@@ -191,11 +191,11 @@ class ReplicaGroup:
     def _join(self) -> Membership | None:
         """Meet the other tasks of the cluster; None if they have begun without this task."""
         if self._least is None:
-            return self._party.join()
+            return self._process.join()
         if self._generations is None:
-            self._generations = self._party.generations(self._least)
+            self._generations = self._process.generations(self._least)
         if self._generations is None:
-            return self._party.join()
+            return self._process.join()
         return self._led(self._generations.first())
 
     @property
@@ -277,7 +277,7 @@ class ReplicaGroup:
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
         """Form the group again after a failure; raise the failure if the job ends by it."""
         error = explained(error, self._cluster if self.outlives_the_chief else None)
-        trouble, cause = self._trouble(), self._fall(error)
+        trouble, cause = self._trouble(), self._cause_of(error)
         if tries.left(cause.error(), trouble, chief_may_die=self.outlives_the_chief):
             self._end(cause, "The others go on.")
             self._regroup(cause.error(), name)
@@ -341,14 +341,14 @@ class ReplicaGroup:
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
-            self._end(self._fall(error), "It had done its part.")
+            self._end(self._cause_of(error), "It had done its part.")
             return [mine]
         finally:
             self._endings.wait()
 
     # --- ending -----------------------------------------------------------------------------
 
-    def _fall(self, error: BaseException) -> Cause:
+    def _cause_of(self, error: BaseException) -> Cause:
         """Report a failure to the cluster, before the group ends; return its cause."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):

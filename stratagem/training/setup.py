@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
-from stratagem.data.streams import RandomStreams, RngStates, mixed, seed_torch, throw_beside_torch
+from stratagem.data.streams import RandomStreams, RngStates, mixed, seed_beside_torch, seed_torch
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import digest
 from stratagem.state.optimizer_state import params_of, take_state
@@ -137,7 +137,7 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
         return
     base, *others = broadcast_tree(replica.collective)
     seed_torch(mixed(base, replica.index, generation))
-    throw_beside_torch(others, replica.index)
+    seed_beside_torch(others, replica.index)
 
 
 def roll_dice_of_devices(replica: Replica) -> None:
