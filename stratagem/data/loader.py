@@ -101,7 +101,7 @@ def _whole(batches: Iterator[Any], sizes: deque[tuple[int, int]]) -> Iterator[An
         yield known
 
 
-class Around:
+class LoaderWrapper:
     """A wrapper of a loader, with its length and attributes."""
 
     def __init__(self, loader: Any) -> None:
@@ -116,7 +116,7 @@ class Around:
         return getattr(self.loader, name)
 
 
-class ShareLoader(Around):
+class ShareLoader(LoaderWrapper):
     """Iterates over this replica's shares of a loader's batches."""
 
     def __init__(

@@ -143,17 +143,17 @@ class RngStates:
             _short(pickle.dumps(random.getstate())),
         )
 
-    def throw(self, index: int) -> None:
+    def seed(self, index: int) -> None:
         """In a follower: seed all generators for the replica with this index."""
         seed_torch(_seed(self.torch, index) >> 1)
-        throw_beside_torch(self.beside_torch(), index)
+        seed_beside_torch(self.beside_torch(), index)
 
     def beside_torch(self) -> list[str]:
         """The digests of numpy's and Python's generators."""
         return [self.numpy.hex(), self.python.hex()]
 
 
-def throw_beside_torch(digests: Sequence[str], index: int) -> None:
+def seed_beside_torch(digests: Sequence[str], index: int) -> None:
     """Seed numpy's and Python's generators for the replica with this index."""
     numpy, python = map(bytes.fromhex, digests)
     np.random.seed(_seed(numpy, index) >> 32)

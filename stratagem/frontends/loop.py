@@ -10,6 +10,7 @@ from stratagem.frontends.evaluation import evaluate_here
 from stratagem.frontends.fit_checkpoints import FitCheckpoints
 from stratagem.frontends.fit_job import Fit, FitSide
 from stratagem.frontends.sources import Source
+from stratagem.training.hints import explain
 
 
 class FitLoop:
@@ -53,7 +54,11 @@ class FitLoop:
             if self._batch_begin(epoch, batch):
                 side.stop(work)
                 break
-            side.take(work)
+            try:
+                side.take(work)
+            except Exception as error:
+                explain(error)
+                raise
             if self._batch_end(epoch, batch):
                 side.stop(None)
                 break

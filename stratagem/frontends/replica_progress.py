@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.streams import generator_states, mixed, seed_torch, throw_beside_torch
+from stratagem.data.streams import generator_states, mixed, seed_beside_torch, seed_torch
 from stratagem.frontends.apart import tell_late
 from stratagem.frontends.epoch_sums import LossSum
 from stratagem.frontends.fit_job import Fit
@@ -20,6 +20,7 @@ from stratagem.frontends.steps import OneDevice, Replicated, Sliced
 from stratagem.state import change_tracker
 from stratagem.state.change_tracker import AttributeTracker, Change, module_attributes
 from stratagem.state.optimizer_recipe import group_settings
+from stratagem.state.optimizer_state import params_of, take_state
 from stratagem.training import lossy_wire
 from stratagem.training.lossy_wire import load_kept, rejoin
 from stratagem.training.replica import Replica, alone
@@ -178,7 +179,7 @@ def of(job: Fit, step: OneDevice) -> dict[str, Any]:
     """Return the chief's state, from another thread, while a step waits for the dead replica."""
     assert job.journal is not None
     shared = isinstance(step, Sliced)
-    params = [p for group in job.optimizer.param_groups for p in group["params"]]
+    params = params_of(job.optimizer)
     return {
         "parameters": [] if shared else [p.detach() for p in job.module.parameters()],
         "buffers": job.journal.buffers_of(job.module),
@@ -192,7 +193,7 @@ def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
     """In the standby: load the chief's state, and seed the rngs differently from all replicas."""
     seed = mixed(torch.initial_seed(), 0, 1 + told["step"])
     seed_torch(seed)
-    throw_beside_torch([f"{seed:016x}"] * 2, 0)
+    seed_beside_torch([f"{seed:016x}"] * 2, 0)
     for buffer, value in zip(job.module.buffers(), told["buffers"], strict=True):
         buffer.copy_(value)
     if isinstance(step, Sliced):
@@ -200,12 +201,8 @@ def adopt(job: Fit, step: OneDevice, told: dict[str, Any]) -> None:
         return
     for param, value in zip(job.module.parameters(), told["parameters"], strict=True):
         param.copy_(value)
-    params = [p for group in job.optimizer.param_groups for p in group["params"]]
-    for param, state in zip(params, told["state"], strict=True):
-        job.optimizer.state[param] = {
-            name: value.to(param.device) if isinstance(value, Tensor) else value
-            for name, value in state.items()
-        }
+    for owner, state in zip(params_of(job.optimizer), told["state"], strict=True):
+        take_state(job.optimizer, owner, state)
 
 
 # --- progress of a training with servers ----------------------------------------------------------

@@ -43,13 +43,13 @@ class JobsCommand:
 def _line(job: JobFolder) -> str:
     """The line of a job; empty if no engine has named it, which Slurm may do when asked."""
     request = job.request
-    if not job.told["name"] and job.engine != "slurm":
+    if not job.record["name"] and job.engine != "slurm":
         return ""
     try:
         state = str(engine(job.engine).state(job)).splitlines()[0]
     except StratagemError as problem:
         state = f"unknown: {problem}"
-    if not job.told["name"]:
+    if not job.record["name"]:
         return ""
     return f"{job.handle:<16} {request.name:<20} {shlex.join(request.words):<30} {state}"
 
@@ -70,14 +70,14 @@ class StatusCommand:
         state = engine(job.engine).state(job)
         print(f"{job.handle} ({job.request.name}): {state}")
         for task in job.request.tasks():
-            told = job.task(task)
-            how = f"ended, exit code {told['code']}" if "code" in told else "running"
-            if state.phase == "ended" and "code" not in told:
-                how = "gone without a word" if told else "never began"
+            known = job.task(task)
+            how = f"ended, exit code {known['code']}" if "code" in known else "running"
+            if state.phase == "ended" and "code" not in known:
+                how = "gone without a word" if known else "never began"
                 how = "ended with the job" if state.code == 0 else how
-            elif not told:
+            elif not known:
                 how = "not begun"
-            print(f"  {task!s:<12} {told.get('host', '-'):<20} {how}")
+            print(f"  {task!s:<12} {known.get('host', '-'):<20} {how}")
         return int(state.phase == "ended" and bool(state.code is None or state.code))
 
 

@@ -90,8 +90,8 @@ class JobRequest:
         return asdict(self)
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> JobRequest:
-        return JobRequest(**{**told, "words": tuple(told["words"])})
+    def from_json(found: Mapping[str, Any]) -> JobRequest:
+        return JobRequest(**{**found, "words": tuple(found["words"])})
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class JobFolder:
     @classmethod
     def find(cls, handle: str) -> Self:
         """Find the job with this handle."""
-        jobs = {job.handle: job for job in cls.begun() if job.told["name"]}
+        jobs = {job.handle: job for job in cls.begun() if job.record["name"]}
         if handle not in jobs:
             near = get_close_matches(handle, jobs, 1)
             hint = f"; {near[0]}?" if near else ""
@@ -180,16 +180,17 @@ class JobFolder:
         self.write("job.json", {"engine": engine, "name": own_name, "request": request.to_json()})
 
     @property
-    def told(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """What was asked for, by which engine, and the name of the job there."""
         return dict(self.read("job.json") or {})
 
     @property
     def request(self) -> JobRequest:
-        return JobRequest.from_json(self.told["request"])
+        return JobRequest.from_json(self.record["request"])
 
     @property
     def engine(self) -> str:
-        return str(self.told["engine"])
+        return str(self.record["engine"])
 
     @property
     def suffix(self) -> str:
@@ -198,7 +199,7 @@ class JobFolder:
 
     @property
     def handle(self) -> str:
-        return f"{self.engine}:{self.told['name']}"
+        return f"{self.engine}:{self.record['name']}"
 
     # what has come of it
 
@@ -210,9 +211,9 @@ class JobFolder:
 
     def task_ended(self, end: TaskEnd) -> None:
         before = self.read(f"tasks/{stem_of(end.task)}.json") or {}
-        told = {"code": end.code, "because_of": end.because_of, "when": end.when}
-        told |= {"tail": end.tail, "stopped": end.stopped}
-        self.write(f"tasks/{stem_of(end.task)}.json", {**before, **told})
+        facts = {"code": end.code, "because_of": end.because_of, "when": end.when}
+        facts |= {"tail": end.tail, "stopped": end.stopped}
+        self.write(f"tasks/{stem_of(end.task)}.json", {**before, **facts})
 
     def task(self, task: Task) -> dict[str, Any]:
         """What a task has written of itself; empty before it has begun."""
@@ -221,9 +222,9 @@ class JobFolder:
     def ends(self) -> list[TaskEnd]:
         """The ends of tasks, in their order."""
         found = [
-            TaskEnd(task, **{key: told[key] for key in _END}, tail=tuple(told["tail"]))
+            TaskEnd(task, **{key: facts[key] for key in _END}, tail=tuple(facts["tail"]))
             for task in self.request.tasks()
-            if "code" in (told := self.task(task))
+            if "code" in (facts := self.task(task))
         ]
         return sorted(found, key=lambda end: end.when)
 
@@ -232,8 +233,8 @@ class JobFolder:
         self.write("end.json", {"code": code, "text": text, "when": now()})
 
     def end(self) -> JobState | None:
-        told = self.read("end.json")
-        return None if told is None else JobState("ended", told["code"], told["text"])
+        found = self.read("end.json")
+        return None if found is None else JobState("ended", found["code"], found["text"])
 
     def begin_again(self) -> None:
         """Forget how an earlier run of the job ended."""
@@ -243,11 +244,11 @@ class JobFolder:
 
     # files
 
-    def write(self, name: str, told: Mapping[str, Any]) -> None:
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write a file by one rename, since other machines may be reading it."""
         path = self.path / name
         part = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.part")
-        part.write_text(json.dumps(told, indent=1) + "\n")
+        part.write_text(json.dumps(content, indent=1) + "\n")
         os.replace(part, path)
 
     def read(self, name: str) -> dict[str, Any] | None:

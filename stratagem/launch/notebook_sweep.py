@@ -31,7 +31,7 @@ from stratagem.launch.sweep_folder import (
     read_metric,
     value_of,
 )
-from stratagem.launch.trial_places import trial_places
+from stratagem.launch.trial_places import TrialSlots, trial_runner
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -148,8 +148,8 @@ def sweep(
     settings = replace(settings, trials=count_trials(settings.space[0], sampler, asked))
     if begun is not None:
         settings.check_same(begun)
-    places = trial_places(settings, slots, folder.path)
-    return _run(settings, folder, places, function, train)
+    runner = trial_runner(settings, slots, folder.path)
+    return _run(settings, folder, runner, function, train)
 
 
 def _submit(on: str | None, replicas: int, train: Any) -> dict[str, Any]:
@@ -169,21 +169,18 @@ def _submit(on: str | None, replicas: int, train: Any) -> dict[str, Any]:
 
 
 def _run(
-    settings: SweepSettings, folder: SweepFolder, places: Any, function: Path, train: Any
+    settings: SweepSettings, folder: SweepFolder, runner: TrialSlots, function: Path, train: Any
 ) -> SweepResult:
     import cloudpickle
 
     from stratagem.launch.sweep_loop import SweepLoop
 
-    folder.lock()
-    try:
+    with folder.locked():
         folders = json.dumps([os.path.abspath(each) for each in sys.path])
         function.write_bytes(folders.encode() + b"\n" + cloudpickle.dumps(train))
         folder.begin(settings)
-        loop = SweepLoop(settings, folder, places[0], jobs=places[1])
+        loop = SweepLoop(settings, folder, runner)
         loop.run()
-    finally:
-        folder.unlock()
     if loop.stopped is not None:
         raise KeyboardInterrupt(f"the sweep goes on with resume=True: {folder.path}")
     trials = loop.study.ended()

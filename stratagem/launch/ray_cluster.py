@@ -113,11 +113,11 @@ class RayCluster:
         return ray
 
 
-def _show(what: str, told: str, when: str | None = None) -> None:
+def _show(what: str, text: str, when: str | None = None) -> None:
     """Print the lines of tasks; other events are for submitted jobs."""
     role, _, index = what.partition("-")
     if index:
-        print(f"[{role} {index}] {told}", file=sys.stdout, flush=True)
+        print(f"[{role} {index}] {text}", file=sys.stdout, flush=True)
 
 
 if __name__ == "__main__":

@@ -262,8 +262,8 @@ def _second(line: Line, x: float, y: float, width: float) -> str:
                 f'<rect x="{left:.1f}" y="{low:.1f}" width="{width:.1f}" height="{high:.1f}" '
                 f'fill="{_PARTS[name][1]}"/>'
             )
-    told = ", ".join(f"{_PARTS[name][0]} {seconds * 1e3:.2f} ms" for name, seconds in parts)
-    say = _say(f"step {line['step']}: {told}")
+    parts_said = ", ".join(f"{_PARTS[name][0]} {seconds * 1e3:.2f} ms" for name, seconds in parts)
+    say = _say(f"step {line['step']}: {parts_said}")
     return f"<g><title>{say}</title>{''.join(found)}</g>"
 
 

@@ -355,12 +355,12 @@ def write_end(job: JobFolder, code: int) -> int:
     ends = job.ends()
     first = culprit([end for end in ends if end.code and not end.stopped])
     if first is None:
-        told = [end.code for end in ends if end.stopped]
-        if EXIT_CODE in told:
+        stopped = [end.code for end in ends if end.stopped]
+        if EXIT_CODE in stopped:
             code = EXIT_CODE
-        elif told:
-            code = max(told) or TOLD_TO_END
-        text = {EXIT_CODE: "saved", 0: ""}.get(code, "told to end" if told else _UNKNOWN)
+        elif stopped:
+            code = max(stopped) or TOLD_TO_END
+        text = {EXIT_CODE: "saved", 0: ""}.get(code, "told to end" if stopped else _UNKNOWN)
         job.ended(code, text)
         return code
     job.ended(first.code, verdict(first))

@@ -37,7 +37,7 @@ from stratagem.launch.sweep_folder import (
     count_trials,
     read_metric,
 )
-from stratagem.launch.trial_places import trial_places
+from stratagem.launch.trial_places import trial_runner
 
 
 def _slots(text: str) -> int | None:
@@ -127,17 +127,14 @@ def main(args: argparse.Namespace) -> int:
             f"{folder.path} has a sweep already; go on with it by --resume, or choose another --out"
         )
     asked = _settings(args, words, begun)
-    places, jobs = trial_places(asked, args.slots, folder.path)
-    folder.lock()
-    try:
+    runner = trial_runner(asked, args.slots, folder.path)
+    with folder.locked():
         folder.begin(asked)
         from stratagem.launch.sweep_loop import SweepLoop  # imports Optuna
 
-        loop = SweepLoop(asked, folder, places, list(options.takes), jobs)
+        loop = SweepLoop(asked, folder, runner, list(options.takes))
         loop.run()
         print("\n".join(loop.summary()), flush=True)
-    finally:
-        folder.unlock()
     if loop.stopped is not None:
         again = f"stratagem sweep --resume --out {folder.path}"
         print(
@@ -169,10 +166,10 @@ def _settings(
         said["submit"] = _submit(args) or None
         if args.metric:
             said["metric"], said["larger"] = read_metric(args.metric)
-        told = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in said.items() if value is not None}
         axes, _ = begun.space
         trials = count_trials(axes, begun.sampler, args.trials or begun.trials)
-        replace(begun, **told).check_same(begun)
+        replace(begun, **given).check_same(begun)
         return _no_fewer(replace(begun, trials=trials), begun)
     made = _new(args, words)
     if begun is not None:

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -293,7 +294,6 @@ class SweepFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.journal = path / "journal"
-        self._lock = -1
 
     @property
     def begun(self) -> SweepSettings | None:
@@ -312,25 +312,24 @@ class SweepFolder:
         (self.path / SETTINGS).unlink()
         self.journal.unlink(missing_ok=True)
 
-    def lock(self) -> None:
-        """Lock the folder for this process until it ends, and repair the journal."""
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for this process, and repair the journal."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as problem:
             raise UsageError(f"no sweep can be kept in {self.path}: {problem.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.unlock()
-            raise UsageError(
-                f"another process is at work on the sweep in {self.path}; wait for it, or choose "
-                "another --out"
-            ) from None
-        self._repair()
-
-    def unlock(self) -> None:
-        os.close(self._lock)
+        with os.fdopen(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another process is at work on the sweep in {self.path}; wait for it, or "
+                    "choose another --out"
+                ) from None
+            self._repair()
+            yield
 
     def _repair(self) -> None:
         """Remove Optuna's lock and the unfinished line of a process that was killed."""

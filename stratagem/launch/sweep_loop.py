@@ -12,7 +12,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from stratagem.errors import UsageError
 from stratagem.figures.trial_record import VARIABLE, read_epochs
@@ -27,7 +26,7 @@ from stratagem.launch.sweep_view import (
     without_metric,
     write_table,
 )
-from stratagem.launch.trial_places import Slot, TrialJobs, TrialSlots
+from stratagem.launch.trial_places import TrialSlots
 from stratagem.training.termination import EXIT_CODE
 
 _TICK = 0.1
@@ -43,39 +42,34 @@ class SweepLoop:
         self,
         settings: SweepSettings,
         folder: SweepFolder,
-        slots: Sequence[Slot],
+        runner: TrialSlots,
         options: Sequence[str] = (),
-        jobs: TrialJobs | None = None,
     ) -> None:
-        """`options`: flags of the command, to suggest for a misspelt one; `jobs`: the engine that
-        runs the trials, if they do not run on this machine."""
+        """`options`: flags of the command, to suggest for a misspelt one."""
         self._settings, self._folder, self._options = settings, folder, options
         self.study = SweepStudy(settings, folder)
-        self._places, self._jobs = list(slots), jobs
+        self._runner = runner
         self._todo = self.study.unfinished()
         self._again = set(self._todo)
         self._tries: Counter[int] = Counter()
         self._pruned: set[int] = set()
         self._looked = 0.0
         self.stopped: signal.Signals | None = None
-        self.view = SweepView(settings.metric, settings.larger, settings.trials, len(self._places))
+        self.view = SweepView(settings.metric, settings.larger, settings.trials, runner.count)
 
     def run(self) -> None:
         """Return when every trial has ended, or the signal `stopped` has ended them."""
         for each in self.study.ended():
             self.view.rows[each.number] = TrialRow(**vars(each))
-        with SignalQueue() as inbox, ExitStack() as stack:
-            self._slots = self._jobs or TrialSlots(self._places)
-            stack.callback(self._slots.close)
-            stack.enter_context(self.view)
+        with SignalQueue() as inbox, self._runner, self.view:
             self._keep()
             while True:
                 while inbox.arrived:
                     self._stop(inbox.arrived.popleft())
                 self._fill()
-                if not self._slots.running:
+                if not self._runner.running:
                     break
-                for number, code in self._slots.collect(_TICK):
+                for number, code in self._runner.collect(_TICK):
                     self._take(number, code)
                 self._look()
         write_table(self._settings, self._folder, self.study)
@@ -83,7 +77,7 @@ class SweepLoop:
     # --- beginning ------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        while self.stopped is None and self._slots.free:
+        while self.stopped is None and self._runner.free:
             if self._todo:
                 self._start(self._todo.pop(0))
             elif self.study.count() < self._settings.trials:
@@ -94,7 +88,7 @@ class SweepLoop:
     def _start(self, number: int) -> None:
         flags, folder = self.study.flags(number), self._folder.trial(number)
         if number in self._again and not self._tries[number]:
-            found = self._slots.find(number, folder)
+            found = self._runner.find(number, folder)
             if found is not None:
                 self._tries[number] += 1
                 self.view.began(TrialRow(number, flags, folder, slot=found.number), again=False)
@@ -106,7 +100,7 @@ class SweepLoop:
         command = [*self._settings.command, *fixed, *ranged]
         self._folder.clear(number, {"trial": number, "flags": flags, "command": command})
         environ = os.environ | {VARIABLE: str(folder.absolute())}
-        slot = self._slots.start(number, command, environ, folder / LOG)
+        slot = self._runner.start(number, command, environ, folder / LOG)
         self._tries[number] += 1
         again = number in self._again or self._tries[number] > 1
         self.view.began(TrialRow(number, flags, folder, slot=slot.number), again)
@@ -119,11 +113,11 @@ class SweepLoop:
         if now - self._looked < _LOOK:
             return
         self._looked = now
-        for number in self._slots.running:
+        for number in self._runner.running:
             self._follow(number)
             if self._settings.prune and self.stopped is None and self._is_behind(number):
                 self._pruned.add(number)
-                self._slots.stop(number, signal.SIGTERM, _GRACE)
+                self._runner.stop(number, signal.SIGTERM, _GRACE)
         self.view.refresh()
 
     def _follow(self, number: int) -> None:
@@ -145,10 +139,10 @@ class SweepLoop:
 
     def _stop(self, number: signal.Signals) -> None:
         if self.stopped is None:
-            self.view.say(f"{number.name}: ending {len(self._slots.running)} trials.")
+            self.view.say(f"{number.name}: ending {len(self._runner.running)} trials.")
         self.stopped = self.stopped or number
-        for each in self._slots.running:
-            self._slots.stop(each, number, _GRACE)
+        for each in self._runner.running:
+            self._runner.stop(each, number, _GRACE)
 
     # --- the end of a trial ---------------------------------------------------------------------
 
@@ -207,10 +201,10 @@ class SweepLoop:
         The folder may then be used for another sweep."""
         if self.study.ranked():
             return
-        for number in self._slots.running:
-            self._slots.stop(number, signal.SIGTERM, 0.0)
-        while self._slots.running:
-            self._slots.collect(_TICK)
+        for number in self._runner.running:
+            self._runner.stop(number, signal.SIGTERM, 0.0)
+        while self._runner.running:
+            self._runner.collect(_TICK)
         self._folder.forget()
         raise UsageError(why)
 

@@ -163,8 +163,8 @@ def summary(settings: SweepSettings, study: SweepStudy) -> list[str]:
     """The summary of a sweep: how its trials ended, and the best of them."""
     ranked, ended = study.ranked(), study.ended()
     counts = Counter(each.state for each in ended)
-    told = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-    lines = [f"{len(ended)} of {settings.trials} trials ended: {told or 'none'}"]
+    states = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    lines = [f"{len(ended)} of {settings.trials} trials ended: {states or 'none'}"]
     for place, each in enumerate(ranked[: max(1, settings.keep)], 1):
         words = " ".join(f"{flag} {value}" for flag, value in each.flags.items())
         kept = f"  {each.folder}" if place <= settings.keep else ""

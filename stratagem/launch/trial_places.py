@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Self
 
 from stratagem.cluster.environment import cores
 from stratagem.cluster.spec import Task
@@ -77,20 +77,25 @@ def _are(count: int, kind: str) -> str:
 class _Running:
     """A trial in its slot."""
 
-    number: int
     slot: Slot
     process: Process
     escalation: Escalation = field(default_factory=lambda: Escalation((), 0.0))
 
 
 class TrialSlots:
-    """Runs trials in the slots of this machine; a trial ends with the processes that it started."""
+    """Runs trials on this machine; a trial ends with the processes that it started, and those that
+    still run at the end of the context are killed."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        self.count = len(slots)
         self._free = list(slots)
-        self._running: dict[int, _Running] = {}
+        #: by number: the slot of a trial, and what runs there
+        self._running: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
         self._ended: SimpleQueue[Process] = SimpleQueue()
         self._guard = Guard()
+        return self
 
     @property
     def free(self) -> bool:
@@ -99,6 +104,11 @@ class TrialSlots:
     @property
     def running(self) -> list[int]:
         return list(self._running)
+
+    def _release(self, number: int) -> None:
+        """Note that a trial has ended."""
+        self._free.append(self._running.pop(number).slot)
+        self._free.sort(key=lambda slot: slot.number)
 
     def find(self, number: int, folder: Path) -> Slot | None:
         """Find a trial that still runs: none, since trials die with their sweep."""
@@ -119,7 +129,7 @@ class TrialSlots:
         self._guard.add(process)
         process.watch(self._ended)
         self._free.remove(slot)
-        self._running[number] = _Running(number, slot, process)
+        self._running[number] = _Running(slot, process)
         return slot
 
     def stop(self, number: int, reason: signal.Signals, grace: float) -> None:
@@ -137,24 +147,21 @@ class TrialSlots:
             while True:
                 self._ended.get_nowait().reap()
         now, over = time.monotonic(), []
-        for running in list(self._running.values()):
+        for number, running in list(self._running.items()):
             process = running.process
-            for number in running.escalation.due(now):
-                process.signal(number)
+            for each in running.escalation.due(now):
+                process.signal(each)
             if process.code is None:
                 continue
             if process.gone() or now - process.ended > _LINGER + _HELD:
-                over.append((running.number, process.code))
+                over.append((number, process.code))
                 self._guard.remove(process)
-                del self._running[running.number]
-                self._free.append(running.slot)
+                self._release(number)
             elif now - process.ended > _LINGER:
                 process.signal(signal.SIGKILL)
-        self._free.sort(key=lambda slot: slot.number)
         return over
 
-    def close(self) -> None:
-        """Kill the trials that still run."""
+    def __exit__(self, *error: object) -> None:
         for running in self._running.values():
             running.process.kill()
         self._guard.close()
@@ -171,14 +178,13 @@ _KILLED = -int(signal.SIGKILL)
 class _Sent:
     """A trial's job."""
 
-    number: int
     slot: Slot
     job: JobFolder
     folder: Path
     stopped: bool = False
 
 
-class TrialJobs:
+class TrialJobs(TrialSlots):
     """Submits a job for each trial, as many at once as there are slots, and cancels jobs."""
 
     def __init__(self, submit: Mapping[str, Any], slots: int | None, out: Path) -> None:
@@ -193,35 +199,27 @@ class TrialJobs:
             )
         if slots is None:
             raise UsageError(f"how many jobs at once on {name}? As in: --slots 4, or slots=4")
-        self.places = [Slot(number) for number in range(slots)]
-        self._free = list(self.places)
-        self._sent: dict[int, _Sent] = {}
+        super().__init__([Slot(number) for number in range(slots)])
         self._asked, self._answered = 0.0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
 
     def check(self, command: Sequence[str]) -> None:
         """Refuse a job that cannot be submitted, before the sweep begins."""
         request = self._engine.prepare(self._request(0, command, Path()))
         hosts = request.settings.get("hosts", ())
-        if request.gpus and hosts and len(self.places) * request.workers > len(hosts):
+        if request.gpus and hosts and self.count * request.workers > len(hosts):
             raise UsageError(
                 "over ssh nobody keeps GPUs apart between jobs, so no two have a host in common: "
                 f"--slots {len(hosts) // request.workers} at most on {len(hosts)} hosts"
             )
 
-    @property
-    def free(self) -> bool:
-        return bool(self._free)
-
-    @property
-    def running(self) -> list[int]:
-        return list(self._sent)
-
     def find(self, number: int, folder: Path) -> Slot | None:
-        """Find the job of a trial that an interrupted sweep has submitted."""
         if not (folder / JOB).exists():
             return None
         job = JobFolder(Path((folder / JOB).read_text()))
-        if not job.told:  # the sweep was killed before it had sent the job
+        if not job.record:  # the sweep was killed before it had sent the job
             return None
         return self._add(number, job, folder)
 
@@ -240,7 +238,7 @@ class TrialJobs:
 
     def _add(self, number: int, job: JobFolder, folder: Path) -> Slot:
         slot = self._free.pop(0)
-        self._sent[number] = _Sent(number, slot, job, folder)
+        self._running[number] = _Sent(slot, job, folder)
         return slot
 
     def _request(self, number: int, command: Sequence[str], folder: Path) -> JobRequest:
@@ -258,29 +256,26 @@ class TrialJobs:
 
     def stop(self, number: int, reason: signal.Signals, grace: float) -> None:
         """Cancel a trial's job; the engine gives it time to save."""
-        sent = self._sent[number]
+        sent = self._running[number]
         if not sent.stopped:
             sent.stopped = True
             self._engine.cancel(sent.job)
 
     def collect(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait so long; return numbers and exit codes of trials whose jobs have ended."""
         time.sleep(seconds)
         now = time.monotonic()
         if now - self._asked < _ASK:
             return []
         self._asked, over = now, []
-        for sent in list(self._sent.values()):
+        for number, sent in list(self._running.items()):
             state = self._state(sent.job)
             if state.phase != "ended":
                 continue
             _bring_log(sent)
             if sent.stopped:  # no result, so a resumed sweep must not find it
                 (sent.folder / JOB).unlink(missing_ok=True)
-            over.append((sent.number, _exit_code(state)))
-            del self._sent[sent.number]
-            self._free.append(sent.slot)
-        self._free.sort(key=lambda slot: slot.number)
+            over.append((number, _exit_code(state)))
+            self._release(number)
         return over
 
     def _state(self, job: JobFolder) -> JobState:
@@ -293,21 +288,19 @@ class TrialJobs:
         self._answered = time.monotonic()
         return state
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Cancel the jobs that still run."""
-        for sent in self._sent.values():
+        for sent in self._running.values():
             self._engine.cancel(sent.job)
 
 
-def trial_places(
-    settings: SweepSettings, asked: int | None, out: Path
-) -> tuple[list[Slot], TrialJobs | None]:
-    """Where trials run: slots of this machine, or jobs of an engine."""
+def trial_runner(settings: SweepSettings, asked: int | None, out: Path) -> TrialSlots:
+    """What runs trials: slots of this machine, or jobs of an engine."""
     if not settings.submit:
-        return slots(asked, settings.replicas, visible(os.environ), cores()), None
+        return TrialSlots(slots(asked, settings.replicas, visible(os.environ), cores()))
     jobs = TrialJobs(settings.submit, asked, out)
     jobs.check(settings.command)
-    return jobs.places, jobs
+    return jobs
 
 
 def _exit_code(state: JobState) -> int:

@@ -167,12 +167,12 @@ def run(
     args: tuple[Any, ...],
     fits: int,
     dtype: torch.dtype,
-    dice: RngStates,
+    rng_states: RngStates,
 ) -> Any:
     """In a child: run the function that the chief runs."""
     torch.set_default_dtype(dtype)
     worker = current_worker()
-    dice.throw(worker.index)
+    rng_states.seed(worker.index)
     worker.fits = fits
     result = function(*args)
     worker.settle()

@@ -97,14 +97,14 @@ class CheckpointFolder:
         found = [(_NAME.fullmatch(each.name), each) for each in self.path.iterdir()]
         return [path for _, path in sorted((int(m[1]), each) for m, each in found if m)]
 
-    def write(self, snapshot: Snapshot, told: dict[str, Any]) -> Path:
-        """Commit a checkpoint, and remove the oldest beyond `keep`; `told` goes into the manifest
-        and has the number of steps."""
+    def write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
+        """Commit a checkpoint, and remove the oldest beyond `keep`; `position` goes into the
+        manifest and has the number of steps."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with turn(self.path / ".lock"):
                 self._tidy()
-                return self._write(snapshot, told)
+                return self._write(snapshot, position)
         except UsageError:
             raise
         except (OSError, RuntimeError, SafetensorError) as problem:
@@ -113,10 +113,10 @@ class CheckpointFolder:
                 "there before are as they were."
             ) from problem
 
-    def _write(self, snapshot: Snapshot, told: dict[str, Any]) -> Path:
+    def _write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
         before = self.names()
         last = int(_NAME.fullmatch(before[-1].name)[1]) if before else 0  # type: ignore[index]
-        path = self.path / f"{last + 1:06d}-step-{told['step']}"
+        path = self.path / f"{last + 1:06d}-step-{position['step']}"
         number = secrets.token_hex(8)
         part = self.path / f".{path.name}.part-{number}"
         part.mkdir()
@@ -125,7 +125,7 @@ class CheckpointFolder:
         mode = stat.S_IMODE(files[-1].stat().st_mode)
         files[0].chmod(mode)  # safetensors makes its own 0600
         sums = {each.name: _checksum(each) for each in files}
-        manifest = {"format": _FORMAT, **told, "files": sums}
+        manifest = {"format": _FORMAT, **position, "files": sums}
         (part / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for each in (*files, part / _MANIFEST, part, self.path):
             flush(each)
@@ -243,17 +243,17 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
-    def save(self, snapshot: CheckpointCopy, told: dict[str, Any]) -> None:
+    def save(self, snapshot: CheckpointCopy, position: dict[str, Any]) -> None:
         """Begin to write, after waiting for the last one; raise the error of that, if any."""
         self.wait()
         self._thread = threading.Thread(
-            target=self._write, args=(snapshot, told), name="stratagem-checkpoint"
+            target=self._write, args=(snapshot, position), name="stratagem-checkpoint"
         )
         self._thread.start()
 
-    def _write(self, snapshot: CheckpointCopy, told: dict[str, Any]) -> None:
+    def _write(self, snapshot: CheckpointCopy, position: dict[str, Any]) -> None:
         try:
-            self.folder.write(snapshot, told)
+            self.folder.write(snapshot, position)
         except BaseException as problem:  # raised where training waits for it
             self._problem = problem
 

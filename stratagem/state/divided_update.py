@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.state.optimizer_recipe import group_settings
+from stratagem.state.optimizer_state import params_of
 from stratagem.state.shared_state import SharedState
 from stratagem.wire.shared_memory import SharedMemoryCollective
 
@@ -66,8 +67,7 @@ class DividedUpdate:
     ) -> None:
         self._optimizer, self._own, self._collective = optimizer, own, collective
         self._leads = collective.rank == 0
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._state = SharedState(optimizer, params, collective)
+        self._state = SharedState(optimizer, params_of(optimizer), collective)
         #: how much of the state the user's optimizer has, too
         self._shown = 0
         self._twin = self._state.twin(optimizer, own, _settings)
@@ -99,5 +99,5 @@ class DividedUpdate:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings without fused kernels, which assume contiguous memory."""
-    found = {k: v for k, v in group_settings(group).items() if k != "param_names"}
+    found = group_settings(group)
     return found | ({"fused": None} if "fused" in found else {})

@@ -132,10 +132,10 @@ def flush(path: Path) -> None:
 @contextmanager
 def turn(lock: Path) -> Iterator[None]:
     """Wait for the lock, and hold it."""
-    since, told = time.monotonic(), False
+    since, warned = time.monotonic(), False
     while (held := _take(lock)) is None:
-        if not told and time.monotonic() - since > _LONG:
-            told = True
+        if not warned and time.monotonic() - since > _LONG:
+            warned = True
             log.warning(
                 "another process has been saving here for %.0f s and holds %s; waiting for it. If "
                 "it is stopped, end it: the lock ends with it.",

@@ -138,9 +138,9 @@ def made_rate(rate: Any) -> Any:
     return made(rate, home, home.LearningRateSchedule)
 
 
-def made(told: Mapping[str, Any] | None, home: Any, base: Any) -> Any:
+def made(facts: Mapping[str, Any] | None, home: Any, base: Any) -> Any:
     """Make an object that `_named` has described."""
-    return None if told is None else _found(home, told["name"], base)(**told["config"])
+    return None if facts is None else _found(home, facts["name"], base)(**facts["config"])
 
 
 def _found(home: Any, name: Any, base: Any) -> Any:

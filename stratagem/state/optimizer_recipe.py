@@ -121,8 +121,8 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group without its parameters, every value as it is."""
-    return {key: value for key, value in group.items() if key != "params"}
+    """Return a group's settings, every value as it is."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def elementwise(recipe: OptimizerRecipe) -> bool:

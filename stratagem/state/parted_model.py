@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.state.optimizer_state import params_of, take_state
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree
 from stratagem.wire.tree_channel import TreeChannel, open_channels
@@ -64,8 +65,8 @@ class PartedTensors:
             if channel.sender == rank:
                 pairs = zip(tied, before, strict=True)
                 kept = [not t.requires_grad and t._version == version for t, version in pairs]
-                told = zip(tied, kept, strict=True)
-                channel.post([None if same else t.detach() for t, same in told])
+                both = zip(tied, kept, strict=True)
+                channel.post([None if same else t.detach() for t, same in both])
         for (channel, tied), before in ties:
             if channel.receiver == rank:
                 for tensor, version, value in zip(tied, before, channel.take(), strict=True):
@@ -95,9 +96,9 @@ class PartedTensors:
                 t for t, users in zip(self._tensors, self._users, strict=True) if users[0] == owner
             ]
             mine = [t.detach() for t in theirs] if owner == rank else None
-            told = broadcast_tree(self._collective, mine, owner)
+            values = broadcast_tree(self._collective, mine, owner)
             if owner != rank:
-                for tensor, value in zip(theirs, told, strict=True):
+                for tensor, value in zip(theirs, values, strict=True):
                     if tensor.shape == value.shape:
                         tensor.copy_(value)
                     else:
@@ -141,7 +142,7 @@ class PartedModel:
     ) -> None:
         self._tensors = PartedTensors(tensors, collective)
         self._optimizer, self._leads = optimizer, collective.rank == 0
-        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._params = params_of(optimizer)
         self._owned: set[Tensor] = set()
         others = [(rank, 0) for rank in range(1, collective.size)]
         channels = open_channels(collective, others, 2)
@@ -173,11 +174,7 @@ class PartedModel:
                 channel.post(self._own_state())
                 continue
             for index, state in channel.take():
-                param = self._params[index]
-                self._optimizer.state[param] = {
-                    name: v.to(param.device) if name != "step" and _is_like(v, param) else v
-                    for name, v in state.items()
-                }
+                take_state(self._optimizer, self._params[index], state)
             channel.release()
 
     def _own_state(self) -> list[Any]:
@@ -198,7 +195,3 @@ class PartedModel:
     def leave(self) -> None:
         """Close after a failure, without the other processes."""
         self._tensors.leave()
-
-
-def _is_like(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape

@@ -1,8 +1,7 @@
 """Cutting variables into pieces for servers, and joining what servers hold.
 
 A variable is cut along axis 0, into shares that differ by one row at most; a scalar is never cut.
-The largest server is the bottleneck of every push and pull, so pieces are placed to keep it as
-small as possible:
+The largest server is the bottleneck of every push and pull, so pieces are placed to keep it small:
 
     variable 0  [ rows 0..2 | 3..5 | 6..8 | 9..10 | 11..12 ]      13 rows, 5 shards
     variable 1  [ . ]
@@ -35,9 +34,6 @@ from stratagem.errors import UsageError
 from stratagem.state.optimizer_recipe import settings_of
 
 Shape = tuple[int, ...]
-
-#: the largest load over the mean that counts as even, and the most steps spent to reach it
-_EVEN, _STEPS = 1.001, 64
 
 
 @dataclass(frozen=True)
@@ -140,46 +136,15 @@ def partition(
 
 
 def place(sizes: Sequence[int], servers: int) -> list[int]:
-    """Return a server for every size: the largest first onto the emptiest, then evened out."""
+    """Return a server for every size: the largest first, each onto the emptiest server.
+
+    The fullest server has at most 4/3 of the least that is possible.
+    """
     homes, loads = [0] * len(sizes), [0] * servers
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         homes[i] = min(range(servers), key=lambda s: (loads[s], s))
         loads[homes[i]] += sizes[i]
-    for _ in range(_STEPS):
-        if max(loads) * servers <= sum(loads) * _EVEN or not _even_out(sizes, homes, loads):
-            break
     return homes
-
-
-def _even_out(sizes: Sequence[int], homes: list[int], loads: list[int]) -> bool:
-    """Move one piece off the fullest server, or swap it for a smaller one, if that empties it.
-
-    Takes the step that leaves the fuller of the two servers emptiest.
-    """
-    full = max(range(len(loads)), key=lambda s: (loads[s], -s))
-    here = {sizes[i]: i for i in reversed(range(len(sizes))) if homes[i] == full and sizes[i]}
-    there = {(homes[j], sizes[j]): j for j in reversed(range(len(sizes))) if homes[j] != full}
-    best = loads[full]
-    step: tuple[int, int, int | None] | None = None
-    for size, i in here.items():
-        for server in range(len(loads)):
-            fuller = max(loads[full] - size, loads[server] + size)
-            if server != full and fuller < best:
-                best, step = fuller, (i, server, None)
-        for (server, other), j in there.items():
-            fuller = max(loads[full] - size + other, loads[server] + size - other)
-            if fuller < best:
-                best, step = fuller, (i, server, j)
-    if step is None:
-        return False
-    leaves, server, comes = step
-    moved = sizes[leaves] - (sizes[comes] if comes is not None else 0)
-    homes[leaves] = server
-    if comes is not None:
-        homes[comes] = full
-    loads[full] -= moved
-    loads[server] += moved
-    return True
 
 
 def _shares(rows: int, shards: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.state.optimizer_state import params_of
 from stratagem.wire.freed_memory import return_freed_memory
 from stratagem.wire.segment import Segment, aligned
 from stratagem.wire.shared_memory import SharedMemoryCollective
@@ -141,7 +142,7 @@ class OwnedState:
 
     def __init__(self, optimizer: Optimizer, owned: set[Tensor], *, leads: bool) -> None:
         self._optimizer, self._owned, self._leads = optimizer, owned, leads
-        self._params: list[Tensor] = [p for g in optimizer.param_groups for p in g["params"]]
+        self._params = params_of(optimizer)
         #: shared memory of each state, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
         if not leads:
@@ -151,12 +152,12 @@ class OwnedState:
 
     def share(self, collective: SharedMemoryCollective) -> None:
         """After a step: have the first process see every state. Collective."""
-        everybody = gather_tree(collective, self._tell())
-        for told in everybody[1:] if self._leads else ():
-            if told is not None:
-                self._learn(told)
+        everybody = gather_tree(collective, self._announcement())
+        for each in everybody[1:] if self._leads else ():
+            if each is not None:
+                self._adopt(each)
 
-    def _tell(self) -> dict[str, Any] | None:
+    def _announcement(self) -> dict[str, Any] | None:
         """Move new state into shared memory; return the announcement of it, if any."""
         entries: list[tuple[int, str, Tensor]] = []
         numbers: list[list[Any]] = []
@@ -170,8 +171,8 @@ class OwnedState:
                     entries.append((index, name, value))
         if not entries and not numbers:
             return None
-        told: dict[str, Any] = {"numbers": numbers}
-        return told | self._moved(entries) if entries else told
+        news: dict[str, Any] = {"numbers": numbers}
+        return news | self._moved(entries) if entries else news
 
     def _is_home(self, index: int, name: str, value: Tensor) -> bool:
         """Return whether a state has shared memory; if the optimizer replaced it, copy it back."""
@@ -200,14 +201,14 @@ class OwnedState:
         self._segment = segment  # until the first process has mapped it
         return {"handle": segment.handle, "entries": outline}
 
-    def _learn(self, told: dict[str, Any]) -> None:
+    def _adopt(self, announced: dict[str, Any]) -> None:
         """On the first process: map the state that another process has announced."""
-        for index, name, value in told["numbers"]:
+        for index, name, value in announced["numbers"]:
             self._optimizer.state[self._params[index]][name] = value
-        if "handle" not in told:
+        if "handle" not in announced:
             return
-        segment = Segment.attach(told["handle"])
-        for index, name, kind, shape, start in told["entries"]:
+        segment = Segment.attach(announced["handle"])
+        for index, name, kind, shape, start in announced["entries"]:
             view = segment.tensor(getattr(torch, kind), shape, start)
             self._optimizer.state[self._params[index]][name] = view
 

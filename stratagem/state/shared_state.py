@@ -176,7 +176,7 @@ def kinds_of_state(
     `more`, also the names under other settings."""
     elements, numbers = set(), {}
     for group in optimizer.param_groups:
-        settings = {k: v for k, v in group_settings(group).items() if k != "param_names"}
+        settings = group_settings(group)
         if more:
             settings |= {key: value for key, value in MORE_STATE.items() if key in settings}
         probe = torch.zeros(2, dtype=torch.float32)

@@ -11,7 +11,7 @@ from stratagem.rules.updates import Synchronous, Updates
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.strategies.server_strategy import ServerStrategy, check_spares
-from stratagem.strategies.task_group import TaskGroup
+from stratagem.strategies.strategy import TaskGroup
 from stratagem.training import devices
 from stratagem.training.agreement import Patience
 from stratagem.training.replica_group import ReplicaGroup

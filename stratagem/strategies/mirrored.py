@@ -21,7 +21,6 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training import cross_device, devices
 from stratagem.training.agreement import Patience
 from stratagem.training.cross_device import CrossDeviceOps
-from stratagem.training.elastic import Elastic
 from stratagem.training.local_steps import LocalUpdates
 from stratagem.training.replica_group import ReplicaGroup
 from stratagem.training.settings import Settings
@@ -84,7 +83,7 @@ class MirroredStrategy(Strategy):
             place,
             patience,
             insecure=insecure,
-            elastic=Elastic(min_replicas) if elastic else None,
+            min_replicas=min_replicas if elastic else None,
         )
         super().__init__(replica_group, settings)
 

@@ -13,8 +13,7 @@ from stratagem.servers.task_main import current_worker, in_group
 from stratagem.servers.ticket_loop import prepare_served
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.strategies.custom_loop_calls import Resume
-from stratagem.strategies.strategy import Strategy, replica_group_inside
-from stratagem.strategies.task_group import TaskGroup
+from stratagem.strategies.strategy import Strategy, TaskGroup, replica_group_inside
 from stratagem.training import dry_run
 from stratagem.training.replica import called_replica
 from stratagem.training.settings import Settings
@@ -114,7 +113,7 @@ class ServerStrategy(Strategy):
                 "over all of them; sg.Model's fit reports the loss of the epoch, and the chief's "
                 "settings (its learning rate) count for all."
             )
-        return super().mean(value)
+        return super().mean(value, count=count)
 
     def _devices_here(self) -> int:
         """The number of devices of this worker of a cluster."""

@@ -7,20 +7,20 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from stratagem import tracebacks
 from stratagem.cluster.membership import Membership
+from stratagem.cluster.spec import Place
 from stratagem.errors import UsageError
 from stratagem.strategies.custom_loop_calls import CustomLoopCalls
-from stratagem.strategies.task_group import TaskGroup
 from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.devices import place
-from stratagem.training.elastic import LoopJournal
+from stratagem.training.elastic import Again, LoopJournal
 from stratagem.training.led_prepare import led, led_loops
 from stratagem.training.replica import (
     Replica,
@@ -31,7 +31,7 @@ from stratagem.training.replica import (
     set_called,
     user_code,
 )
-from stratagem.training.replica_group import ReplicaGroup
+from stratagem.training.replica_group import ReplicaGroup, Sent
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Alone
 from stratagem.wire.freed_memory import keep_freed_memory, let_go_of_freed_memory
@@ -53,6 +53,40 @@ def on_scope(enter: Callable[[Strategy], AbstractContextManager[Any]]) -> None:
 _open: weakref.WeakSet[Strategy] = weakref.WeakSet()
 #: strategies in a cluster, kept alive for the goodbye at the end that other tasks wait for
 _members: list[Strategy] = []
+
+
+class TaskGroup(Protocol):
+    """The processes of a strategy, seen from one of them: replicas, or workers of servers."""
+
+    #: the devices of this process and of those that it starts
+    devices: tuple[str, ...]
+    #: the place of this process in a cluster; None without one
+    place: Place | None
+    #: how many replicas there are in all
+    size: int
+    #: whether this process writes checkpoints and logs; None if its place in the cluster decides
+    leads: bool | None
+
+    def start(self) -> Replica:
+        """Start all workers that are not running; return the replica that this process is."""
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        sent: Sent = None,
+        again: Again | None = None,
+    ) -> list[Any]:
+        """Run `function` on all workers of this process; `sent` replaces `args` on followers.
+
+        With `again` the call can be begun again after replicas have left or joined.
+        """
+
+    def report(self, detail: str) -> None:
+        """Tell the other tasks why this task ends."""
+
+    def close(self) -> None:
+        """End the processes that were started here."""
 
 
 class Strategy(CustomLoopCalls):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stratagem.cluster.environment import cores
@@ -18,8 +18,8 @@ from stratagem.errors import ClusterError
 from stratagem.training import cross_device
 from stratagem.training.cross_device import (
     CrossDeviceOps,
-    Ground,
     ReductionToOneDevice,
+    ReplicaHardware,
 )
 from stratagem.training.devices import identity
 from stratagem.training.placement import Placement
@@ -90,95 +90,82 @@ class AgreeingProcess:
             probe.connect(address)  # sends nothing; asks the routing table
             return str(probe.getsockname()[0])
 
-    def choose(self, ground: Ground) -> CrossDeviceOps:
+    def choose(self, hardware: ReplicaHardware) -> CrossDeviceOps:
         op = self.settings.op
         if isinstance(op, CrossDeviceOps):
-            cross_device.check(op, ground)
+            cross_device.check(op, hardware)
             return op
-        return cross_device.possible(ground)[0]
+        return cross_device.possible(hardware)[0]
 
 
-@dataclass(frozen=True)
-class Offer:
-    """What the chief provides: a name for the rendezvous, a control block in shared memory."""
+def agree(process: AgreeingProcess, cluster: Membership) -> tuple[Placement, Segment | None]:
+    """Exchange what each process brings, and what the chief offers: a name for the rendezvous, a
+    control block in shared memory. Collective.
 
-    store: str | None = None
-    control: Segment | None = None
-
-
-def agree(party: AgreeingProcess, cluster: Membership) -> tuple[Placement, Offer]:
-    """Exchange what each process brings, and the chief's offer. Collective.
-
-    The offer must be kept until every replica has connected.
+    The chief must keep the returned block until every replica has connected.
     """
     facts = cluster.exchange(
         {
-            "devices": list(party.devices),
+            "devices": list(process.devices),
             "host": host_identity(),
-            "places": [identity(device) for device in party.devices],
+            "places": [identity(device) for device in process.devices],
         },
-        party.patience.arrive,
+        process.patience.arrive,
     )
     counts = [len(_strings(fact["devices"])) for fact in facts]
     devices = tuple(d for fact in facts for d in _strings(fact["devices"]))
     hosts = tuple(str(fact["host"]) for fact in facts for _ in _strings(fact["devices"]))
     places = [p for fact in facts for p in _strings(fact["places"])]
-    ground = Ground(
+    hardware = ReplicaHardware(
         kinds=frozenset(device.partition(":")[0] for device in devices),
         one_host=len(set(hosts)) == 1,
         apart=len(set(zip(hosts, places, strict=True))) == len(places),
     )
-    op = party.choose(ground)
+    op = process.choose(hardware)
     if isinstance(op, ReductionToOneDevice):
         op.root(list(devices))  # raises here, before any other replica is asked
-    offer = _offer(party, op, len(devices)) if cluster.rank == 0 else Offer()
-    settled = _settle(party, cluster, op, offer)
+    control, store = None, None
+    if cluster.rank == 0 and len(devices) > 1:
+        if op.shares_memory:
+            control = Segment(SharedMemoryCollective.control_size(len(devices)))
+        if control is None or process.settings.op == "auto":
+            store = secrets.token_hex(4)
+    settled = _settle(process, cluster, op, {"store": store, "control": control and control.handle})
     first = sum(counts[: cluster.rank])
     placement = Placement(
         rank=first,
         leader=first,
-        names=_names(party.place, cluster.members, counts),
+        names=_names(process.place, cluster.members, counts),
         devices=devices,
         hosts=hosts,
-        ground=ground,
+        hardware=hardware,
         op=op,
-        interface=party.interface(),
+        interface=process.interface(),
         segment=_text(settled["control"]),
         store=_text(settled["store"]),
-        threads=_threads(ground, hosts.count(hosts[first])),
-        step=party.patience.step,
+        threads=_threads(hardware, hosts.count(hosts[first])),
+        step=process.patience.step,
         generation=settled["generation"] if isinstance(settled["generation"], int) else 0,
     )
-    return placement, offer
-
-
-def _offer(party: AgreeingProcess, op: CrossDeviceOps, size: int) -> Offer:
-    if size == 1:
-        return Offer()
-    shared = op.shares_memory
-    return Offer(
-        secrets.token_hex(4) if party.settings.op == "auto" or not shared else None,
-        Segment(SharedMemoryCollective.control_size(size)) if shared else None,
-    )
+    return placement, control
 
 
 def _settle(
-    party: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Offer
+    process: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the chief's offer, after checking that all processes want the same all-reduce."""
-    chosen = party.settings
+    chosen = process.settings
     offers = cluster.exchange(
         {
-            "store": offer.store,
-            "control": offer.control and offer.control.handle,
-            "generation": next(party.numbers),
+            **offer,
+            "generation": next(process.numbers),
             "op": "auto" if chosen.op == "auto" else repr(op),
             "wire": f"wire={chosen.wire or 'float32'!r}",
             "sync": f"sync={chosen.sync or 'EveryStep()'}",
             "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}",
             "model": repr(chosen.pipeline),
         },
-        party.patience.arrive,
+        process.patience.arrive,
     )
     for key, (what, option) in _ALIKE.items():
         _same([str(each[key]) for each in offers], cluster.members, what, option)
@@ -203,9 +190,9 @@ def _same(choices: list[str], members: Sequence[Member], what: str, option: str)
         raise ClusterError(f"the tasks do not {what}: {each}. Give every task the same {option}.")
 
 
-def _threads(ground: Ground, replicas_here: int) -> int:
+def _threads(hardware: ReplicaHardware, replicas_here: int) -> int:
     """Return the number of threads of a CPU replica; 0 leaves torch's own."""
-    if ground.kinds != {"cpu"} or replicas_here == 1:
+    if hardware.kinds != {"cpu"} or replicas_here == 1:
         return 0
     return max(1, cores() // replicas_here)
 

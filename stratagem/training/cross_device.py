@@ -97,7 +97,7 @@ def named(choice: CrossDeviceOps | str | None) -> CrossDeviceOps | str | None:
 
 
 @dataclass(frozen=True)
-class Ground:
+class ReplicaHardware:
     """The hardware facts that decide which operations the replicas can run."""
 
     kinds: frozenset[str]
@@ -112,32 +112,34 @@ class Ground:
         return kind_of(kind).backend if self.apart else "gloo"
 
 
-def possible(ground: Ground) -> list[CrossDeviceOps]:
+def possible(hardware: ReplicaHardware) -> list[CrossDeviceOps]:
     """Return the operations that these replicas can run, the usual choice first."""
     general = [RingAllReduce(), HierarchicalCopyAllReduce(), ReductionToOneDevice()]
-    if ground.backend == "tpu_dist":
+    if hardware.backend == "tpu_dist":
         return general[:1]  # its first group must have all replicas, and no other was tried
-    if ground.backend == "nccl":
+    if hardware.backend == "nccl":
         return [NcclAllReduce(), *general[1:]]
-    if ground.kinds == {"cpu"} and ground.one_host:
+    if hardware.kinds == {"cpu"} and hardware.one_host:
         return [SharedMemoryAllReduce(), *general]
     return list(general)
 
 
-def check(op: CrossDeviceOps, ground: Ground) -> None:
+def check(op: CrossDeviceOps, hardware: ReplicaHardware) -> None:
     """Refuse an operation that these replicas cannot run."""
-    if isinstance(op, NcclAllReduce) and ground.backend != "nccl":
-        where = ", ".join(sorted(ground.kinds)) + ("" if ground.apart else ", several on one GPU")
+    if isinstance(op, NcclAllReduce) and hardware.backend != "nccl":
+        where = ", ".join(sorted(hardware.kinds)) + (
+            "" if hardware.apart else ", several on one GPU"
+        )
         raise UsageError(
             "NcclAllReduce works between NVIDIA GPUs only, each with one replica, and these "
             f"replicas run on {where}; use RingAllReduce(), or leave cross_device_ops out."
         )
-    if ground.backend == "tpu_dist" and op != RingAllReduce():
+    if hardware.backend == "tpu_dist" and op != RingAllReduce():
         raise UsageError(
             f"TPUs add up by their own collective, and {type(op).__name__} is none of it; leave "
             "cross_device_ops out."
         )
-    if op.shares_memory and (ground.kinds != {"cpu"} or not ground.one_host):
+    if op.shares_memory and (hardware.kinds != {"cpu"} or not hardware.one_host):
         raise UsageError(
             "SharedMemoryAllReduce works between CPU replicas of one machine only; use "
             "RingAllReduce() or NcclAllReduce(), or leave cross_device_ops out."

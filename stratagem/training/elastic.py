@@ -22,14 +22,6 @@ from stratagem.training.termination import Termination
 IN_VAIN = 3
 
 
-@dataclass(frozen=True)
-class Elastic:
-    """Replicas may die and join."""
-
-    #: how many processes must be left to go on
-    least: int = 1
-
-
 def _do_nothing() -> None:
     return None
 
@@ -69,8 +61,8 @@ class Again:
 class Tries:
     """Counts the failures of one call, and decides whether it is begun again."""
 
-    def __init__(self, elastic: Elastic | None, again: Again | None) -> None:
-        self._again = None if elastic is None else again
+    def __init__(self, again: Again | None) -> None:
+        self._again = again
         #: whether the call may be begun again at all
         self.elastic = self._again is not None
         self._done = -1

@@ -22,7 +22,7 @@ from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Follower, Pool
 from stratagem.replicas.zygote import how_it_ended
-from stratagem.training.placement import Placement, sit
+from stratagem.training.placement import Placement, connect_replica
 from stratagem.training.replica import current_replica, set_called
 
 log = logging.getLogger("stratagem")
@@ -118,33 +118,33 @@ def watch_lives(local: Membership, pool: Pool) -> None:
         local.watch(rank, one)
 
 
-def sit_down(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
+def join_group(placement: Placement, members: tuple[Member, ...], give_up: float) -> None:
     """In a follower: connect to the other replicas, for all calls to come."""
-    desk = follower.state
-    assert desk is not None
+    state = follower.state
+    assert state is not None
     logging.basicConfig(format="%(message)s")
     membership = Membership.spoke(
-        members, placement.rank - placement.leader, desk.sock, give_up=give_up
+        members, placement.rank - placement.leader, state.sock, give_up=give_up
     )
-    desk.on_failure = membership.report_failure
+    state.on_failure = membership.report_failure
     if placement.threads:
         torch.set_num_threads(placement.threads)
-    desk.things["replica"] = replica = sit(placement, membership)
+    state.things["replica"] = replica = connect_replica(placement, membership)
     if placement.segment is not None:
         replica.barrier()
     set_called(replica)
 
 
 def run_call(
-    function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype, dice: RngStates
+    function: Callable[..., Any], args: tuple[Any, ...], dtype: torch.dtype, rng_states: RngStates
 ) -> Any:
     """In a follower: run what the caller runs, with its default type and own random numbers."""
     torch.set_default_dtype(dtype)
-    dice.throw(current_replica().index)
+    rng_states.seed(current_replica().index)
     return function(*args)
 
 
-def epitaph(
+def how_it_died(
     member: Member, status: int | None, then: str = "The strategy can be used again."
 ) -> str:
     """Return the sentence about a follower that ended with this status."""
@@ -183,7 +183,7 @@ class Cause:
             error.__cause__ = answer.error
         elif one is not None and isinstance(error, ReplicaLost) and error.who == one.name:
             assert self._trouble is not None
-            return ReplicaLost(epitaph(self._trouble.member, status.get(one.pid)), one.name)
+            return ReplicaLost(how_it_died(self._trouble.member, status.get(one.pid)), one.name)
         return error
 
 

@@ -98,10 +98,12 @@ def explain(error: BaseException) -> None:
     if isinstance(error, StratagemError) or not isinstance(error, Exception):
         return
     if replica.count > 1 and share.announced and share.examples <= 1 < share.total:
-        error.add_note(
+        note = (
             f"{replica.name} has {share.examples} of this batch's {share.total} rows here"
             f"{' and stands in with another one' if not share.examples else ''}. Code that means "
             "several rows may fail with one: .squeeze() drops the axis of the rows, too (use "
-            ".squeeze(1)), and a standard deviation needs two. A larger batch_size or "
-            "drop_last=True keeps shares larger."
+            ".squeeze(1)); a standard deviation needs two, and so does BatchNorm without "
+            "sync_batchnorm=True. A larger batch_size or drop_last=True keeps shares larger."
         )
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)

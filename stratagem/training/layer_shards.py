@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from stratagem.errors import NotDistributable
+from stratagem.state.optimizer_recipe import group_settings
 from stratagem.training.replica import Replica
 from stratagem.training.setup import keras_layer
 from stratagem.wire.shard_group import shard_mesh
@@ -100,7 +101,7 @@ class LayerShards:
         """The same optimizer over this replica's rows, with its rows of the state."""
         by_param = {piece.whole: piece for piece in self.pieces}
         groups = [
-            {**settings_of(group), "params": [by_param[p].rows for p in group["params"]]}
+            {**group_settings(group), "params": [by_param[p].rows for p in group["params"]]}
             for group in self.optimizer.param_groups
         ]
         made: Optimizer = type(self.optimizer)(groups)  # type: ignore[call-arg]
@@ -117,7 +118,7 @@ class LayerShards:
         """Copy the settings of the user's optimizer, such as a changed learning rate."""
         groups = zip(self.optimizer.param_groups, self.update.param_groups, strict=True)
         for group, own in groups:
-            own.update(settings_of(group))
+            own.update(group_settings(group))
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -231,11 +232,6 @@ def _rows(divided: Any) -> Tensor:
     """The memory in which this replica's rows of a parameter lie."""
     rows: Tensor = divided.detach().to_local()
     return rows
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def units(module: nn.Module) -> list[nn.Module]:

@@ -27,6 +27,7 @@ from stratagem.codecs.reducer import Plain, Reducer
 from stratagem.codecs.wire_choice import reducer as reducer_for
 from stratagem.errors import UsageError
 from stratagem.rules.cadence import Cadence, DiLoCo, Gossip, LocalSteps, Outer, Sync
+from stratagem.state.optimizer_state import optimizer_state, take_optimizer_state
 from stratagem.state.outer import OuterFragment, OuterPart, fragmented
 from stratagem.training.broken_round import (
     BrokenRound,
@@ -40,7 +41,6 @@ from stratagem.training.broken_round import (
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
-from stratagem.training.replica_state import optimizer_state, take_optimizer_state
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 

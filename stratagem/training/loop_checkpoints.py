@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from stratagem.data.loader import Around
+from stratagem.data.loader import LoaderWrapper
 from stratagem.data.passes import PassJournal, batch_size_of, dice_of
 from stratagem.data.streams import generator_states
 from stratagem.errors import UsageError
@@ -79,7 +79,7 @@ def check_loader(loader: Any) -> None:
         )
 
 
-class ResumableLoader(Around):
+class ResumableLoader(LoaderWrapper):
     """The loader of a resumable loop; `epochs` yields the epochs that are left."""
 
     def __init__(self, loader: Any, progress: LoopCheckpoints | None) -> None:
@@ -339,8 +339,8 @@ class LoopCheckpoints:
                 **saved,
                 "groups": [group_settings(group) for group in self.optimizer.param_groups],
             }
-        heirs = self._memory is not None and self._memory.again.inherited
-        self._inherits, saved = broadcast_tree(replica.collective, [heirs, saved])
+        inherited = self._memory is not None and self._memory.again.inherited
+        self._inherits, saved = broadcast_tree(replica.collective, [inherited, saved])
         if self._inherits:
             self._memory = journal_of(replica)
         if saved is None:

@@ -15,9 +15,9 @@ from stratagem.errors import ClusterError
 from stratagem.figures.meter import METER
 from stratagem.training.cross_device import (
     CrossDeviceOps,
-    Ground,
     HierarchicalCopyAllReduce,
     ReductionToOneDevice,
+    ReplicaHardware,
     possible,
 )
 from stratagem.training.devices import limit_memory, place
@@ -35,6 +35,7 @@ T = TypeVar("T")
 #: how long one collective may take; a dead or stopped peer is noticed by the membership long before
 PATIENCE = timedelta(minutes=30)
 _LONG = 1e9  # seconds; torch counts milliseconds
+_ON_THEIR_WAY = 2.0  # seconds in which bytes of a member that has left may still arrive
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Placement:
     names: tuple[str, ...]
     devices: tuple[str, ...]
     hosts: tuple[str, ...]
-    ground: Ground
+    hardware: ReplicaHardware
     op: CrossDeviceOps
     #: the address of this host on which its replicas listen
     interface: str = "127.0.0.1"
@@ -67,7 +68,7 @@ class Placement:
 
     def candidates(self) -> tuple[CrossDeviceOps, ...]:
         """Operations that these replicas can run, the chosen one first."""
-        return tuple(dict.fromkeys([self.op, *possible(self.ground)]))
+        return tuple(dict.fromkeys([self.op, *possible(self.hardware)]))
 
     def of(self, rank: int) -> Placement:
         """Return the placement of another replica of the same group."""
@@ -94,23 +95,6 @@ class WaitWatcher:
             say_late(self._names[rank], waited)
 
 
-class _Eye:
-    """Called while a process group waits: raises trouble.
-
-    Bytes of a member that has left may still be under way, so its absence counts after a while.
-    """
-
-    _ON_THEIR_WAY = 2.0
-
-    def __init__(self, membership: Membership) -> None:
-        self._membership = membership
-
-    def __call__(self, waited: float) -> None:
-        self._membership.raise_if_trouble()
-        if waited > self._ON_THEIR_WAY:
-            self._membership.raise_if_gone()
-
-
 def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.device) -> T:
     """Run a wait inside torch, which ignores Ctrl-C and dead peers, in a thread of its own."""
     done: list[T] = []
@@ -133,15 +117,15 @@ def attentively(make: Callable[[], T], watch: Callable[[], None], device: torch.
     return done[0]
 
 
-def sit(placement: Placement, membership: Membership) -> Replica:
+def connect_replica(placement: Placement, membership: Membership) -> Replica:
     """Connect to the other replicas. Collective."""
     name = placement.devices[placement.rank]
     with kind_of(name).seat(place(name), placement.rank, placement.size) as device:
         limit_memory(device)
-        return _sit(placement, membership, device)
+        return _connect_replica(placement, membership, device)
 
 
-def _sit(placement: Placement, membership: Membership, device: torch.device) -> Replica:
+def _connect_replica(placement: Placement, membership: Membership, device: torch.device) -> Replica:
     watch = membership.raise_if_trouble
 
     def connect(name: str, op: CrossDeviceOps) -> Collective:
@@ -176,12 +160,18 @@ def _connect(
         return SharedMemoryCollective(
             placement.rank, placement.size, control, watch, placement.names
         )
-    backend = placement.ground.backend
+    backend = placement.hardware.backend
     assert placement.store is not None
     store = MeetingStore(membership, f"{placement.store}/{name}", PATIENCE)
     # torch's own timeout names no rank, so ours is shorter
     limit = max(PATIENCE, timedelta(seconds=min(placement.step, _LONG))) + timedelta(minutes=1)
-    meeting = Meeting(store, placement.interface, limit, _Eye(membership), placement.names, late)
+
+    def watch_group(waited: float) -> None:
+        membership.raise_if_trouble()
+        if waited > _ON_THEIR_WAY:
+            membership.raise_if_gone()
+
+    meeting = Meeting(store, placement.interface, limit, watch_group, placement.names, late)
     arguments = (placement.rank, placement.size, backend, meeting, membership)
     if isinstance(op, HierarchicalCopyAllReduce):
         layered = HierarchicalCollective(*arguments)

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from stratagem.compat.torch_names import show_scaler
-from stratagem.data.loader import Around, ShareLoader
+from stratagem.data.loader import LoaderWrapper, ShareLoader
 from stratagem.data.shares import map_parts, own_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.figures.meter import METER
@@ -181,7 +181,7 @@ def prepare_loader(replica: Replica, loader: Any) -> Any:
     else:
         fingerprint.check(replica, "prepare", fingerprint.of_loader(loader, "the loader"))
     shares = _shares(loader, replica, partial(_average_loaderless, replica))
-    return _on_device(Interlude(shares, replica), replica)
+    return _on_device(NestedLoader(shares, replica), replica)
 
 
 def _be_here(replica: Replica) -> None:
@@ -246,7 +246,7 @@ def check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
             )
 
 
-class _CountedLoader(Around):
+class _CountedLoader(LoaderWrapper):
     """The loader of a lone replica: each batch is a step, since no exchange counts them."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:
@@ -260,7 +260,7 @@ class _CountedLoader(Around):
             figures.step(self._replica.share.examples)
 
 
-class DeviceLoader(Around):
+class DeviceLoader(LoaderWrapper):
     """Moves each batch to the replica's device."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:
@@ -272,7 +272,7 @@ class DeviceLoader(Around):
             yield to_device(batch, self.device)
 
 
-class Interlude(Around):
+class NestedLoader(LoaderWrapper):
     """A loader of a loop that may stand within another, whose share is restored at the end."""
 
     def __init__(self, loader: Any, replica: Replica) -> None:

@@ -29,21 +29,21 @@ from stratagem.errors import ReplicaError, ReplicaLost, ReplicaMissing, ReplicaS
 from stratagem.figures.recorder import event
 from stratagem.replicas.pool import Pool, Spares
 from stratagem.replicas.zygote import ZygoteProcess
-from stratagem.training.agreement import AgreeingProcess, Offer, Patience, agree
-from stratagem.training.elastic import Again, Elastic, Tries
+from stratagem.training.agreement import AgreeingProcess, Patience, agree
+from stratagem.training.elastic import Again, Tries
 from stratagem.training.group_followers import (
     Cause,
     Endings,
     collected,
     explained,
     forked,
+    join_group,
     open_local,
     record_fault,
     run_call,
-    sit_down,
     watch_lives,
 )
-from stratagem.training.placement import sit
+from stratagem.training.placement import connect_replica
 from stratagem.training.replica import (
     Replica,
     be,
@@ -56,6 +56,7 @@ from stratagem.training.replica import (
 from stratagem.training.settings import Settings
 from stratagem.training.standbys import Standbys
 from stratagem.wire.device_kinds import kind_of
+from stratagem.wire.segment import Segment
 
 log = logging.getLogger("stratagem")
 
@@ -75,20 +76,21 @@ class ReplicaGroup:
         *,
         inside: bool = False,
         insecure: bool = False,
-        elastic: Elastic | None = None,
+        min_replicas: int | None = None,
     ) -> None:
+        """`min_replicas`: replicas may die and join, as long as so many processes are left."""
         tracebacks.install()  # Ctrl-C may come while this waits for the other tasks
         self.devices = tuple(devices)
         self.place = place
         self.patience = patience
-        self._party = AgreeingProcess(self.devices, settings, place, patience, insecure)
+        self._process = AgreeingProcess(self.devices, settings, place, patience, insecure)
         self.replica: Replica | None = None
         #: the replica that this process is, if it has no followers; until close, failed or not
         self._self: Replica | None = None
         self._pool: Pool | None = None
         self._cluster: Membership | None = None
         self._local: Membership | None = None
-        self._elastic = elastic
+        self._least = min_replicas
         #: replace followers that die
         self._spares = Spares()
         self._endings = Endings()
@@ -97,7 +99,8 @@ class ReplicaGroup:
         #: how many calls could be begun again, so that tasks may join in them
         self._calls = 0
         self._hurry: Callable[[], bool] = lambda: False
-        self._offer = Offer()
+        #: the chief's block of shared memory, kept until every replica has mapped it
+        self._control: Segment | None = None
         self._threads = 0
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -126,7 +129,7 @@ class ReplicaGroup:
                     known = explained(error, self._cluster if self.outlives_the_chief else None)
                     if not isinstance(known, ReplicaError):
                         self.report(tracebacks.described(error))
-                    if self._elastic is None or not isinstance(known, ReplicaError):
+                    if self._least is None or not isinstance(known, ReplicaError):
                         self.close()
                     raise
                 if self.place is not None and len(self.devices) == 1:
@@ -157,29 +160,29 @@ class ReplicaGroup:
                 "evaluate, predict and strategy.run only, where it can begin with the others."
             )
         self._cluster.raise_if_trouble()
-        placement, self._offer = agree(self._party, self._cluster)
+        placement, self._control = agree(self._process, self._cluster)
         self._threads = placement.threads
         others = range(placement.rank + 1, placement.rank + len(self.devices))
         membership = self._cluster
         if others:
             names = [placement.names[rank] for rank in others]
-            self._pool = Pool(names, self._spares.take(names) if self._elastic else ())
+            self._pool = Pool(names, () if self._least is None else self._spares.take(names))
             give_up = self.patience.answer
-            one = (self._pool, placement, self.devices, self._cluster)
-            membership = self._local = open_local(*one, give_up)
+            own = self._pool, placement, self.devices, self._cluster, give_up
+            membership = self._local = open_local(*own)
             self._pool.submit(
-                sit_down,
+                join_group,
                 [(placement.of(rank), membership.members, give_up) for rank in others],
                 membership.raise_if_trouble,
             )
         membership.on_trouble(record_fault)
-        replica = sit(placement, membership)
+        replica = connect_replica(placement, membership)
         if placement.segment is not None:
-            replica.barrier()  # the segment must exist until all replicas have mapped it
+            replica.barrier()  # until all replicas have mapped it
         if self._pool is not None:
             collected(self._pool, membership.raise_if_trouble)
             watch_lives(membership, self._pool)
-            if self._elastic is not None:
+            if self._least is not None:
                 self._spares.prepare(len(others))
                 self._standbys = Standbys.of(replica, placement, self._pool, give_up)
         self.size = placement.size
@@ -187,12 +190,12 @@ class ReplicaGroup:
 
     def _join(self) -> Membership | None:
         """Meet the other tasks of the cluster; None if they have begun without this task."""
-        if self._elastic is None:
-            return self._party.join()
+        if self._least is None:
+            return self._process.join()
         if self._generations is None:
-            self._generations = self._party.generations(self._elastic.least)
+            self._generations = self._process.generations(self._least)
         if self._generations is None:
-            return self._party.join()
+            return self._process.join()
         return self._led(self._generations.first())
 
     @property
@@ -223,7 +226,7 @@ class ReplicaGroup:
                     "nested inside it. Use sg.current_replica() there."
                 )
             self._refuse_if_forked()  # before anything that ends followers when it fails
-            tries, name = Tries(self._elastic, again), self._named(again)
+            tries, name = Tries(None if self._least is None else again), self._named(again)
             begin = partial(self._begin, function, args, sent, again)
             if again is not None:
                 again.regroup = partial(self._regroup_within, tries, name, begin)
@@ -264,7 +267,7 @@ class ReplicaGroup:
             call = (function, theirs, torch.get_default_dtype(), RngStates.of_caller())
             watch = replica.membership.raise_if_gone
             self._pool.submit(run_call, [call] * len(self._pool.followers), watch)
-            if self._elastic is not None and self._pool.call is not None:
+            if self._least is not None and self._pool.call is not None:
                 self._spares.preload(self._pool.call)
             if self._standbys is None:  # standbys read the call, too, whenever they start
                 replica.release_call = self._pool.release
@@ -274,7 +277,7 @@ class ReplicaGroup:
     def _go_on(self, error: BaseException, tries: Tries, name: str) -> None:
         """Form the group again after a failure; raise the failure if the job ends by it."""
         error = explained(error, self._cluster if self.outlives_the_chief else None)
-        trouble, cause = self._trouble(), self._fall(error)
+        trouble, cause = self._trouble(), self._cause_of(error)
         if tries.left(cause.error(), trouble, chief_may_die=self.outlives_the_chief):
             self._end(cause, "The others go on.")
             self._regroup(cause.error(), name)
@@ -338,14 +341,14 @@ class ReplicaGroup:
         except (ReplicaLost, ReplicaStalled) as error:
             if not done:
                 raise
-            self._end(self._fall(error), "It had done its part.")
+            self._end(self._cause_of(error), "It had done its part.")
             return [mine]
         finally:
             self._endings.wait()
 
     # --- ending -----------------------------------------------------------------------------
 
-    def _fall(self, error: BaseException) -> Cause:
+    def _cause_of(self, error: BaseException) -> Cause:
         """Report a failure to the cluster, before the group ends; return its cause."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):
@@ -367,9 +370,8 @@ class ReplicaGroup:
             self._standbys = None
         if cause is not None:
             self._endings.begin(self._pool, cause, then)
-        elif self._pool is not None:
-            status = self._pool.end()
-        if cause is None:
+        else:
+            status = {} if self._pool is None else self._pool.end()
             self._endings.wait()
         self._pool = None
         if self.replica is not None:
@@ -378,7 +380,7 @@ class ReplicaGroup:
         if self._local is not None:
             self._local.leave(wait=cause is None)
             self._local = None
-        self._offer = Offer()
+        self._control = None
         return status
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""What each replica has of its own, in a checkpoint: random numbers, running statistics and, where
-it trains by itself, the optimizer's state."""
+"""What each replica has of its own, in a checkpoint: random numbers and running statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.errors import NotDistributable, UsageError
@@ -53,34 +51,6 @@ def take_buffers(mine: list[Tensor], saved: Sequence[list[Tensor]], replica: Rep
     for buffer, values in zip(mine, zip(*saved, strict=True), strict=True):
         if buffer.is_floating_point():
             buffer.copy_(torch.stack([value.double() for value in values]).mean(0))
-
-
-def optimizer_state(optimizer: Any) -> list[Any]:
-    """Copy the state of an optimizer of torch or Keras, parameter by parameter."""
-    if isinstance(optimizer, Optimizer):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        return [{n: _copy(v) for n, v in optimizer.state.get(p, {}).items()} for p in params]
-    return [_copy(variable.value) for variable in optimizer.variables]
-
-
-@torch.no_grad()
-def take_optimizer_state(optimizer: Any, saved: Sequence[Any]) -> None:
-    """Restore what `optimizer_state` returned."""
-    if not isinstance(optimizer, Optimizer):
-        for variable, value in zip(optimizer.variables, saved, strict=True):
-            variable.value.copy_(value)
-        return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for param, state in zip(params, saved, strict=True):
-        if state:
-            optimizer.state[param] = {
-                n: c.to(param.device) if isinstance(c, Tensor) and c.shape == param.shape else c
-                for n, c in ((n, _copy(v)) for n, v in state.items())
-            }
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def plain_state(name: str, state: Any) -> Any:

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
 from stratagem.codecs.wire_choice import reducer
-from stratagem.data.streams import RandomStreams, RngStates, mixed, seed_torch, throw_beside_torch
+from stratagem.data.streams import RandomStreams, RngStates, mixed, seed_beside_torch, seed_torch
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import digest
+from stratagem.state.optimizer_state import params_of, take_state
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.collective import Collective
@@ -67,7 +68,7 @@ def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = 
     """
     if replica.count == 1:
         return
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     states = [optimizer.state.get(p, {}) for p in params]
     known = grown is not None and broadcast_tree(replica.collective, grown)
     if not known and _alike(states, replica):
@@ -76,10 +77,7 @@ def align_state(optimizer: Optimizer, replica: Replica, *, grown: bool | None = 
     if replica.is_chief:
         return
     for param, state in zip(params, theirs, strict=True):
-        optimizer.state[param] = {
-            name: v.to(param.device) if isinstance(v, Tensor) and v.shape == param.shape else v
-            for name, v in state.items()
-        }
+        take_state(optimizer, param, state)
 
 
 def _alike(states: Sequence[Mapping[str, Any]], replica: Replica) -> bool:
@@ -147,7 +145,7 @@ def roll_own_dice(replica: Replica, generation: int = 0) -> None:
         return
     base, *others = broadcast_tree(replica.collective)
     seed_torch(mixed(base, replica.index, generation))
-    throw_beside_torch(others, replica.index)
+    seed_beside_torch(others, replica.index)
 
 
 def roll_dice_of_devices(replica: Replica) -> None:

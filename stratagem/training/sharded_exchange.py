@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable
 from stratagem.state.factors import Factors
+from stratagem.state.optimizer_state import params_of
 from stratagem.state.partition import place
 from stratagem.state.shared_model import OwnedState, SharedTensors
 from stratagem.training.exchange import GradientExchange, write_notes
@@ -145,7 +146,7 @@ class SharedUpdate:
     def __init__(self, replica: Replica, optimizer: Optimizer) -> None:
         collective = sharing(replica.collective)
         self._replica, self._collective = replica, collective
-        params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        params = params_of(optimizer)
         homes = place([p.numel() for p in params], replica.count)
         self._owned = {p for p, home in zip(params, homes, strict=True) if home == replica.index}
         self._others = [p for p in params if p not in self._owned]

@@ -23,7 +23,7 @@ from stratagem.replicas.pool import Follower, Pool
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.training.cross_device import CrossDeviceOps
 from stratagem.training.devices import place
-from stratagem.training.group_followers import LocalMembership, epitaph, record_fault
+from stratagem.training.group_followers import LocalMembership, how_it_died, record_fault
 from stratagem.training.placement import Placement, WaitWatcher
 from stratagem.training.replica import Replica, set_called
 from stratagem.wire.collective import Collective
@@ -171,7 +171,7 @@ class Standbys:
             self._membership.give_up_on(trouble)
             return
         status = ZygoteProcess.get().end([dead]).get(dead)
-        log.warning("%s", epitaph(trouble.member, status, "Its standby goes on."))
+        log.warning("%s", how_it_died(trouble.member, status, "Its standby goes on."))
         record_fault(trouble)
         event("join", "its standby has taken its place", about=one.name)
 
@@ -226,22 +226,22 @@ def stand_by(
     call: bytes,
 ) -> Any:
     """Run a call that the followers are in, skipping its steps until one of them dies."""
-    desk = follower.state
-    assert desk is not None and placement.segment is not None
+    state = follower.state
+    assert state is not None and placement.segment is not None
     logging.basicConfig(format="%(message)s")
     rank = placement.rank
 
-    def sit_down() -> Watch:
-        made = Membership.spoke(members, rank - placement.leader, desk.sock, give_up=give_up)
-        desk.on_failure, replica.membership = made.report_failure, made
+    def join_group() -> Watch:
+        made = Membership.spoke(members, rank - placement.leader, state.sock, give_up=give_up)
+        state.on_failure, replica.membership = made.report_failure, made
         METER.generation = placement.generation
         return WaitWatcher(made, placement.names, Limit(made, placement.step))
 
     if placement.threads:
         torch.set_num_threads(placement.threads)
     control = Segment.attach(placement.segment)
-    reader = LogFollower(handle, desk.sock)
-    own = (rank, placement.size, control, placement.names, reader, start, sit_down)
+    reader = LogFollower(handle, state.sock)
+    own = (rank, placement.size, control, placement.names, reader, start, join_group)
     replica = Replica(
         rank,
         placement.size,

@@ -114,26 +114,13 @@ def _broadcast_shape(x: Tensor) -> list[int]:
     return [1, x.shape[1]] + [1] * (x.dim() - 2)
 
 
-class _Replaced:
-    """Base of the class that replaces a layer's own while its model trains on several replicas.
+class _Synced:
+    """Runs forward over the global batch, on its replica; elsewhere (after the call, after a
+    failure) as the plain layer. Base of the class that replaces a layer's own meanwhile.
 
     Copies and pickles have the layer's own class: a model that is averaged, saved or sent elsewhere
     is plain.
     """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        layer: Any = self
-        replaced = type(layer)
-        layer.__class__ = _links[layer].plain
-        try:
-            return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
-        finally:
-            layer.__class__ = replaced
-
-
-class _Synced(_Replaced):
-    """Runs forward over the global batch, on its replica; elsewhere (after the call, after a
-    failure) as the plain layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
@@ -146,48 +133,43 @@ class _Synced(_Replaced):
             raise _no_statistics(layer)
         return super().forward(x)  # type: ignore[misc, no-any-return]
 
-
-class _Apart(_Replaced):
-    """Runs forward over this replica's share, as torch does, and explains a share of one row."""
-
-    def forward(self, x: Tensor) -> Tensor:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        layer: Any = self
+        replaced = type(layer)
+        layer.__class__ = _links[layer].plain
         try:
-            return super().forward(x)  # type: ignore[misc, no-any-return]
-        except ValueError as error:
-            layer: Any = self
-            _explain_few_rows(error, layer, _links[layer].replica)
-            raise
+            return layer.__reduce_ex__(1)  # pickle would find that a later form's type is not ours
+        finally:
+            layer.__class__ = replaced
 
 
 class _Link(NamedTuple):
-    """What a prepared layer needs; kept beside the layer, so that copies do not have it."""
+    """What a synchronised layer needs; kept beside the layer, so that copies do not have it."""
 
     plain: type[BatchNorm]
     replica: Replica
-    #: None: the layer is not synchronised
-    room: Room | None
+    room: Room
 
 
 _links: weakref.WeakKeyDictionary[nn.Module, _Link] = weakref.WeakKeyDictionary()
 
 
 def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callable[[], None]:
-    """Prepare every BatchNorm layer for several replicas, instead of what an earlier call did;
-    return a function that undoes this, which may be called twice. Collective."""
+    """Synchronise every BatchNorm layer if `synced`, instead of what an earlier call did; return a
+    function that undoes this, which may be called twice. Collective."""
     layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
     for layer in layers:
         _remove(layer, _links.get(layer))
-    if not layers or replica.count == 1:
+    if not layers or not synced or replica.count == 1:
         return lambda: None
-    side = replica.beside() if synced else None
-    links = []
+    side, links = replica.beside(), []
     for layer in layers:
-        room = None
-        if side is not None:
-            room = Room(side, layer.num_features, _type(layer), replica.device)
+        room = Room(side, layer.num_features, _type(layer), replica.device)
         links.append(link := _Link(type(layer), replica, room))
         _links[layer] = link
-        layer.__class__ = _replacement(link)
+        # of this module and not of torch's: its forward is not torch's code (gradient_placement.py)
+        home = {"__module__": __name__}
+        layer.__class__ = type(link.plain.__name__, (_Synced, link.plain), home)
 
     def remove() -> None:
         for layer, link in zip(layers, links, strict=True):
@@ -201,27 +183,6 @@ def _remove(layer: nn.Module, link: _Link | None) -> None:
     if link is not None and _links.get(layer) is link:
         layer.__class__ = link.plain
         del _links[layer]
-
-
-def _replacement(link: _Link) -> type[BatchNorm]:
-    """Make the class of a layer with this link. A synchronised one is not in torch's modules, so
-    that its forward is not taken for torch's code (gradient_placement.py)."""
-    before, home = (_Apart, link.plain.__module__) if link.room is None else (_Synced, __name__)
-    return type(link.plain.__name__, (before, link.plain), {"__module__": home})
-
-
-def _explain_few_rows(error: ValueError, layer: BatchNorm, replica: Replica) -> None:
-    """Raise an error with a remedy, if only the share was too small, not the batch."""
-    share = replica.share
-    here = current_replica() is replica
-    if not here or share.total < 2 or not str(error).startswith("Expected more than 1 value"):
-        return
-    raise NotDistributable(
-        f"{replica.name} has {share.examples} of this batch's {share.total} rows, and a "
-        f"{type(layer).__name__} cannot normalise over one; use sync_batchnorm=True (mirrored "
-        "strategies have it), which normalises over the whole batch, a DataLoader with "
-        "drop_last=True, or a batch_size that leaves more rows for the last batch."
-    ) from error
 
 
 def check_statistics(module: nn.Module) -> None:
@@ -243,7 +204,6 @@ def _normalise(layer: BatchNorm, x: Tensor, link: _Link) -> Tensor:
     weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
     bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
     room, norm = link.room, cast(Any, GlobalNorm.apply)
-    assert room is not None
     y, mean, var = norm(x, weight, bias, layer.eps, room, link.replica.share)
     if room.count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")

@@ -104,8 +104,10 @@ def test_the_trials_of_a_sweep_on_this_machine(there: Any) -> None:
     assert table(there, "here") == table(there, "far") and len(table(there, "far")) == 3
     assert len({row["--lr"] for row in table(there, "far")}) == 3
     project = there.folder / "project"
-    kept = [sorted(path.parent.name for path in (project / out).glob("*/model.safetensors"))
-            for out in ("here", "far")]  # fmt: skip
+    kept = [
+        sorted(path.parent.name for path in (project / out).glob("*/model.safetensors"))
+        for out in ("here", "far")
+    ]
     assert kept[0] == kept[1] and len(kept[0]) == 1
     a, b = (load_file(project / out / kept[0][0] / "model.safetensors") for out in ("here", "far"))
     assert all(torch.equal(value, b[key]) for key, value in a.items())

@@ -137,9 +137,9 @@ def train(
 def note_falls(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """Record the reasons for regroupings."""
     falls: list[BaseException] = []
-    plain = ReplicaGroup._fall
+    plain = ReplicaGroup._cause_of
     monkeypatch.setattr(
-        ReplicaGroup, "_fall", lambda self, error: (falls.append(error), plain(self, error))[1]
+        ReplicaGroup, "_cause_of", lambda self, error: (falls.append(error), plain(self, error))[1]
     )
     return falls
 

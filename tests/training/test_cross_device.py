@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stratagem as sg
-from stratagem.training.cross_device import Ground, check, named, possible
+from stratagem.training.cross_device import ReplicaHardware, check, named, possible
 from tests.support import by_hand, data, distance, mlp, strategy
 
-CPUS = Ground(frozenset({"cpu"}), one_host=True, apart=True)
-CPUS_APART = Ground(frozenset({"cpu"}), one_host=False, apart=True)
-GPUS = Ground(frozenset({"cuda"}), one_host=True, apart=True)
-ONE_GPU = Ground(frozenset({"cuda"}), one_host=True, apart=False)
-MIXED = Ground(frozenset({"cpu", "cuda"}), one_host=True, apart=True)
+CPUS = ReplicaHardware(frozenset({"cpu"}), one_host=True, apart=True)
+CPUS_APART = ReplicaHardware(frozenset({"cpu"}), one_host=False, apart=True)
+GPUS = ReplicaHardware(frozenset({"cuda"}), one_host=True, apart=True)
+ONE_GPU = ReplicaHardware(frozenset({"cuda"}), one_host=True, apart=False)
+MIXED = ReplicaHardware(frozenset({"cpu", "cuda"}), one_host=True, apart=True)
 
 HOSTS = st.lists(st.sampled_from(["a", "b", "c", "d"]), min_size=1, max_size=40)
 
@@ -143,27 +143,27 @@ def test_the_usual_choice() -> None:
     assert possible(ONE_GPU)[0] == sg.RingAllReduce(), "NCCL refuses to share a GPU"
 
 
-def told(ground: Ground) -> str:
+def told(hardware: ReplicaHardware) -> str:
     """A name that is the same in every process: sets have no order."""
-    return f"{'+'.join(sorted(ground.kinds))} one_host={ground.one_host} apart={ground.apart}"
+    return f"{'+'.join(sorted(hardware.kinds))} one_host={hardware.one_host} apart={hardware.apart}"
 
 
-@pytest.mark.parametrize("ground", [CPUS, CPUS_APART, GPUS, ONE_GPU, MIXED], ids=told)
-def test_what_is_possible_is_not_refused(ground: Ground) -> None:
-    for op in possible(ground):
-        check(op, ground)
+@pytest.mark.parametrize("hardware", [CPUS, CPUS_APART, GPUS, ONE_GPU, MIXED], ids=told)
+def test_what_is_possible_is_not_refused(hardware: ReplicaHardware) -> None:
+    for op in possible(hardware):
+        check(op, hardware)
 
 
-@pytest.mark.parametrize("ground", [CPUS, CPUS_APART, ONE_GPU, MIXED], ids=told)
-def test_nccl_needs_gpus(ground: Ground) -> None:
+@pytest.mark.parametrize("hardware", [CPUS, CPUS_APART, ONE_GPU, MIXED], ids=told)
+def test_nccl_needs_gpus(hardware: ReplicaHardware) -> None:
     with pytest.raises(sg.UsageError, match=r"between NVIDIA GPUs only.*RingAllReduce\(\)"):
-        check(sg.NcclAllReduce(), ground)
+        check(sg.NcclAllReduce(), hardware)
 
 
-@pytest.mark.parametrize("ground", [CPUS_APART, GPUS, MIXED], ids=told)
-def test_shared_memory_needs_one_machine(ground: Ground) -> None:
+@pytest.mark.parametrize("hardware", [CPUS_APART, GPUS, MIXED], ids=told)
+def test_shared_memory_needs_one_machine(hardware: ReplicaHardware) -> None:
     with pytest.raises(sg.UsageError, match=r"CPU replicas of one machine only.*RingAllReduce"):
-        check(sg.SharedMemoryAllReduce(), ground)
+        check(sg.SharedMemoryAllReduce(), hardware)
 
 
 @pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import stratagem as sg
-from tests.support import data, distance, mlp, moved, strategy
+from tests.support import cpus, data, distance, mlp, moved, strategy
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -229,6 +229,16 @@ def test_the_mean_is_that_of_the_batch(ignored: bool, three: sg.MirroredStrategy
     counted = int((y != -100).sum())
     for means in three.run(ask):
         assert means == pytest.approx([expected] * 4, rel=1e-6)
+
+
+def test_the_mean_of_replicas_around_one_device_takes_a_count() -> None:
+    def ask() -> float:
+        index = sg.current_replica().index
+        on.rows(torch.zeros(4, 1))
+        return on.mean(float(index), count=1 + 2 * index)
+
+    with sg.CentralStorageStrategy(cpus(2)) as on:
+        assert on.run(ask) == [0.75] * 2
 
 
 def test_a_model_that_one_replica_trains_for_itself(two: sg.MirroredStrategy) -> None:

@@ -85,7 +85,7 @@ class Kubernetes:
     def state(self, job: JobFolder) -> JobState:
         if (end := job.end()) is not None:
             return end
-        request, name = job.request, str(job.told["name"])
+        request, name = job.request, str(job.record["name"])
         what = kind_of(request).resource
         found = _kubectl(request, "get", what, name, "-o", "json", "--ignore-not-found")
         if not found.strip():
@@ -106,7 +106,7 @@ class Kubernetes:
 
     def cancel(self, job: JobFolder) -> None:
         self._bring(job)
-        name = str(job.told["name"])
+        name = str(job.record["name"])
         what = kind_of(job.request).resource
         _kubectl(job.request, "delete", what, name, "--cascade=foreground", "--ignore-not-found")
         job.ended(TOLD_TO_END, "cancelled")
@@ -114,7 +114,7 @@ class Kubernetes:
     def _bring(self, job: JobFolder) -> str:
         """Copy logs and ends of pods into the job's folder; return what the first pod that has not
         begun waits for."""
-        request, name = job.request, str(job.told["name"])
+        request, name = job.request, str(job.record["name"])
         kind, waits = kind_of(request), ""
         listed = _kubectl(request, "get", "pods", "-o", "json", f"--selector={kind.label}={name}")
         pods = json.loads(listed)["items"]

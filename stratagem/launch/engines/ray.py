@@ -72,7 +72,7 @@ class Ray:
     def state(self, job: JobFolder) -> JobState:
         if (end := job.end()) is not None:
             return end
-        name = str(job.told["name"])
+        name = str(job.record["name"])
         status = str(_ask(job.request, f"/api/jobs/{name}")["status"])
         code = self._bring(job)
         if status == "PENDING":
@@ -91,17 +91,17 @@ class Ray:
         return job.end() or JobState("ended")
 
     def cancel(self, job: JobFolder) -> None:
-        _ask(job.request, f"/api/jobs/{job.told['name']}/stop", post=True)
+        _ask(job.request, f"/api/jobs/{job.record['name']}/stop", post=True)
 
     def _bring(self, job: JobFolder) -> int | None:
         """Copy the driver's report into the job's folder; return the exit code at its end."""
-        text = str(_ask(job.request, f"/api/jobs/{job.told['name']}/logs")["logs"])
-        told = [match.groups() for line in text.split("\n") if (match := _LINE.fullmatch(line))]
-        code, again = None, [i for i, (_, what, _) in enumerate(told) if what == "again"]
+        text = str(_ask(job.request, f"/api/jobs/{job.record['name']}/logs")["logs"])
+        events = [match.groups() for line in text.split("\n") if (match := _LINE.fullmatch(line))]
+        code, again = None, [i for i, (_, what, _) in enumerate(events) if what == "again"]
         if len(again) > (job.read("again.json") or {}).get("times", 0):
             job.begin_again()
             job.write("again.json", {"times": len(again)})
-        for when, what, rest in told[again[-1] if again else 0 :]:
+        for when, what, rest in events[again[-1] if again else 0 :]:
             if what == "place":
                 task, host = json.loads(rest)
                 if not job.task(Task(*task)):
@@ -110,16 +110,16 @@ class Ray:
                 code = self._end(job, when, json.loads(rest), code)
         for task in job.request.tasks():
             lines = [
-                f"{when} {rest}".encode() for when, what, rest in told if what == stem_of(task)
+                f"{when} {rest}".encode() for when, what, rest in events if what == stem_of(task)
             ]
             append_missing(job.log(task), lines)
         return code
 
-    def _end(self, job: JobFolder, when: str, told: Any, code: int | None) -> int | None:
+    def _end(self, job: JobFolder, when: str, found: Any, code: int | None) -> int | None:
         """Write the end of a task, or of the job."""
-        if isinstance(told, int):
-            return told
-        end = TaskEnd(Task(*told["task"]), told["code"], told["because_of"], when, told["tail"])
+        if isinstance(found, int):
+            return found
+        end = TaskEnd(Task(*found["task"]), found["code"], found["because_of"], when, found["tail"])
         job.task_ended(end)
         return code
 
@@ -159,8 +159,8 @@ def _driver_request(request: JobRequest) -> dict[str, Any]:
 
 
 def _runtime_env(request: JobRequest) -> dict[str, Any]:
-    told = {**request.environ, "STRATAGEM_JOB": json.dumps(_driver_request(request))}
-    return {"env_vars": told, "excludes": list(request.settings.get("excludes", ()))}
+    variables = {**request.environ, "STRATAGEM_JOB": json.dumps(_driver_request(request))}
+    return {"env_vars": variables, "excludes": list(request.settings.get("excludes", ()))}
 
 
 def _command(request: JobRequest, name: str, job: JobFolder) -> list[str]:

@@ -59,13 +59,13 @@ class TaskPlace:
             sock.bind(("", 0))
             return socket.gethostname(), f"{host}:{sock.getsockname()[1]}"
 
-    def start(self, told: str, call: bytes) -> None:
-        """Start the process; `told` is the task as JSON, `call` a pickled function, if any."""
+    def start(self, task: str, call: bytes) -> None:
+        """Start the process; `task` is JSON, `call` a pickled function, if any."""
         if call:
             self._folder = Path(mkdtemp(prefix="stratagem-call-"))
             (self._folder / "call").write_bytes(call)
-            task = json.loads(told)
-            told = json.dumps({**task, "words": [*task["words"], str(self._folder)]})
+            found = json.loads(task)
+            task = json.dumps({**found, "words": [*found["words"], str(self._folder)]})
         words = [*_SHIELD, sys.executable, "-m", "stratagem.launch.far_task", "ssh"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class TaskPlace:
             errors="replace",
             start_new_session=True,
         )
-        self._say(told)
+        self._say(task)
         readers = [
             threading.Thread(target=self._read, args=(stream, keep), daemon=True)
             for stream, keep in ((self._process.stdout, False), (self._process.stderr, True))
@@ -119,8 +119,8 @@ class TaskPlace:
             self._process.stdin.flush()
 
 
-def _tell(what: str, told: str, when: str | None = None) -> None:
-    print(f"{when or now()} {what} {told}", flush=True)
+def _tell(what: str, text: str, when: str | None = None) -> None:
+    print(f"{when or now()} {what} {text}", flush=True)
 
 
 Tell = Callable[[str, str, str | None], None]
@@ -201,7 +201,7 @@ class RayDriver:
     def _start(self, addresses: list[str]) -> None:
         request, secret = self._request, secrets.token_hex(32)
         for task, place in self._places.items():
-            told = {
+            sent = {
                 "task": [task.type, task.index],
                 "cluster": request.by_role(addresses),
                 "folder": ".",
@@ -210,7 +210,7 @@ class RayDriver:
                 "gpus": None,
                 "secret": secret,
             }
-            self._ray.get(place.start.remote(json.dumps(told), self._call))
+            self._ray.get(place.start.remote(json.dumps(sent), self._call))
 
     def results(self) -> list[str]:
         """Return the function's results, one for each task."""
@@ -247,8 +247,8 @@ class RayDriver:
 
     def _note(self, end: TaskEnd) -> None:
         self.ends.append(end)
-        told = {"task": [end.task.type, end.task.index], "code": end.code, "tail": end.tail}
-        self._tell("end", json.dumps({**told, "because_of": end.because_of}), end.when)
+        facts = {"task": [end.task.type, end.task.index], "code": end.code, "tail": end.tail}
+        self._tell("end", json.dumps({**facts, "because_of": end.because_of}), end.when)
 
     def _end(self, left: list[Task]) -> None:
         """Ask the tasks to end, ask again, which kills them, then kill their actors."""

@@ -96,7 +96,7 @@ class Slurm:
         return name
 
     def state(self, job: JobFolder) -> JobState:
-        name = str(job.told["name"]) or self._found(job)
+        name = str(job.record["name"]) or self._found(job)
         if not name:
             return JobState("ended", text="whoever submitted it was killed before it was sent")
         done = _call(["squeue", "--noheader", f"--jobs={name}", "--format=%T %r"])
@@ -124,11 +124,11 @@ class Slurm:
         name = next((i for i, _, script in pairs if script == str(job.path / "script")), "")
         if name:
             job.sent("slurm", name.partition("+")[0], job.request)
-        return str(job.told["name"])  # the job may have written it by now
+        return str(job.record["name"])  # the job may have written it by now
 
     def cancel(self, job: JobFolder) -> None:
         job.write("cancelled.json", {})  # so that a job that saves is not requeued
-        done = _call(["scancel", str(job.told["name"])])
+        done = _call(["scancel", str(job.record["name"])])
         if done.returncode and "Invalid job id" not in done.stderr:
             raise UsageError(f"scancel refused: {last_line(done.stderr)}")
 

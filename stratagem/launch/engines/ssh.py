@@ -90,8 +90,8 @@ class Ssh:
         """The commands, each followed by its stdin without the secret and the values of --env."""
         request, lines = request.hidden(), []
         for task, host in zip(request.tasks(), request.settings["places"], strict=True):
-            told = _task_json(request, task, "(a secret)")
-            lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {told}"]
+            text = _task_json(request, task, "(a secret)")
+            lines += [f"# {task}", shlex.join(_command(request, host)), f"# stdin: {text}"]
         return "\n".join([*lines, ""])
 
     def send(self, request: JobRequest, job: JobFolder) -> str:
@@ -128,13 +128,13 @@ class Ssh:
 
     def _alive(self, job: JobFolder) -> int:
         """The process id of the supervisor, 0 if it has ended."""
-        told = job.read("supervisor.json")
-        if told is None:
+        found = job.read("supervisor.json")
+        if found is None:
             return 0
-        if told.get("host") != socket.gethostname():
-            raise UsageError(f"{job.handle} is supervised by {told.get('host')}: ask there")
-        pid = int(told["pid"])
-        return pid if _born(pid) == told["born"] else 0
+        if found.get("host") != socket.gethostname():
+            raise UsageError(f"{job.handle} is supervised by {found.get('host')}: ask there")
+        pid = int(found["pid"])
+        return pid if _born(pid) == found["born"] else 0
 
 
 ENGINE = Ssh()
@@ -173,7 +173,7 @@ def _command(request: JobRequest, login: str) -> list[str]:
 
 
 def _task_json(request: JobRequest, task: Task, secret: str) -> str:
-    told: dict[str, Any] = {
+    sent: dict[str, Any] = {
         "task": [task.type, task.index],
         "cluster": request.by_role(list(request.settings["addresses"])),
         "folder": request.folder,
@@ -182,13 +182,13 @@ def _task_json(request: JobRequest, task: Task, secret: str) -> str:
         "gpus": request.settings["gpus"].get(str(task)),
         "secret": secret,
     }
-    return json.dumps(told)
+    return json.dumps(sent)
 
 
 def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str, Any]:
     """Run `far_task probe` on a host; raise if the tasks cannot run there."""
     login, script = _login(host), request.words[0]
-    told = {
+    asked = {
         "folder": request.folder,
         "script": None if script == "-m" else script,
         "gpus": request.gpus,
@@ -197,7 +197,7 @@ def _probe(request: JobRequest, host: str, tasks: Sequence[Task]) -> Mapping[str
     words = [*_ssh(request), *_OPTIONS, "--", login, _far(request, "probe")]
     try:
         done = subprocess.run(
-            words, input=json.dumps(told) + "\n", capture_output=True, text=True, timeout=120
+            words, input=json.dumps(asked) + "\n", capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
@@ -260,12 +260,12 @@ class Remote(Process):
     """A task at the other end of an ssh connection, which also carries names of signals."""
 
     def __init__(
-        self, task: Task, command: Sequence[str], told: str, environ: Mapping[str, str], blame: Path
+        self, task: Task, command: Sequence[str], text: str, environ: Mapping[str, str], blame: Path
     ) -> None:
         ours, self._way = os.pipe()
         with os.fdopen(ours) as end:
             super().__init__(task, command, environ, blame, stdin=end.fileno())
-        self.say(told)
+        self.say(text)
 
     def signal(self, number: signal.Signals) -> None:
         if self.code is not None:
@@ -295,8 +295,8 @@ def supervise(job: JobFolder) -> int:
         for i, (task, host) in enumerate(
             zip(request.tasks(), request.settings["places"], strict=True)
         ):
-            told = _task_json(request, task, secret)
-            process = Remote(task, _found(request, host), told, os.environ, guard.folder / str(i))
+            text = _task_json(request, task, secret)
+            process = Remote(task, _found(request, host), text, os.environ, guard.folder / str(i))
             stack.callback(process.kill)
             guard.add(process)
             relay.add(process, i, stack.enter_context(LogFile(job.log(task))))
@@ -346,13 +346,13 @@ def _keep_alive(processes: Sequence[Remote], over: threading.Event) -> None:
 
 
 def _write_end(job: JobFolder, process: Process, tail: list[str], stopped: bool = False) -> None:
-    told = job.task(process.task)
+    known = job.task(process.task)
     because = next((line.removeprefix(BECAUSE) for line in tail if line.startswith(BECAUSE)), "")
     code = -signal.SIGKILL if process.code is None else process.code  # given up by the supervisor
     if code == _NOT_REACHED:
-        tail = [*tail, f"the connection to {told.get('host')} was lost, or never made"]
+        tail = [*tail, f"the connection to {known.get('host')} was lost, or never made"]
     lines = tuple(line for line in tail if not line.startswith(BECAUSE))
-    when = told.get("when") or now()
+    when = known.get("when") or now()
     job.task_ended(
         TaskEnd(process.task, code if code >= 0 else 128 - code, because, when, lines, stopped)
     )

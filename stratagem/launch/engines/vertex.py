@@ -213,7 +213,7 @@ def _bring_logs(job: JobFolder) -> None:
         _bring(job, named, here)
     except NoLogs as problem:
         where = " ".join(f"--{key}={request.settings[key]}" for key in ("project", "region"))
-        command = f"gcloud ai custom-jobs stream-logs {job.told['name']} {where}"
+        command = f"gcloud ai custom-jobs stream-logs {job.record['name']} {where}"
         line = f"{now()} {command} shows what tasks print ({problem})"
         append_missing(job.log(Task("worker", 0)), [line.encode()])
 
@@ -226,7 +226,7 @@ def _parent(request: JobRequest) -> str:
 
 
 def _resource(job: JobFolder) -> str:
-    return f"{_parent(job.request)}/customJobs/{job.told['name']}"
+    return f"{_parent(job.request)}/customJobs/{job.record['name']}"
 
 
 def _message(spec: dict[str, Any]) -> Any:
@@ -303,7 +303,7 @@ def _bring(job: JobFolder, tasks: Mapping[str, Task], address: str | None) -> No
     `address`: a stand-in on this machine. Lines of Vertex AI itself go to the first task.
     """
     client = _log_client(address)
-    project, number = job.request.settings["project"], job.told["name"]
+    project, number = job.request.settings["project"], job.record["name"]
     with _alone(job):
         known = job.read(_KNOWN) or {"seen": [], "last": ""}
         wanted = f'resource.type="ml_job" AND resource.labels.job_id="{number}"'

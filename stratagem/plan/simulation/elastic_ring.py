@@ -30,7 +30,7 @@ from stratagem.plan.simulation.scenario import (
     joined,
 )
 from stratagem.rules.stats import Stats
-from stratagem.training.elastic import Again, Elastic, Tries
+from stratagem.training.elastic import Again, Tries
 
 #: time, worker, and whether it joins (or leaves)
 _Change = tuple[float, int, bool]
@@ -48,7 +48,7 @@ class ElasticRing(SimulatedRing):
         self._changes = deque(self._membership_changes())
         self._present = set(range(scenario.workers))
         self._updates: list[float] = []
-        self._tries = Tries(Elastic(self._how.least), Again(lambda: len(self._updates)))
+        self._tries = Tries(Again(lambda: len(self._updates)))
         self._given_up = 0
 
     def run(self) -> SimulatedRun:
