@@ -109,7 +109,7 @@ def test_losses_and_metrics_are_those_of_one_device(two: sg.Mesh) -> None:
     assert distance(one, model.module) < 1e-12
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [3, 1])
 def test_clipping_counts_every_stage_once(two: sg.Mesh, accumulate: int) -> None:
     module, (x, y) = deep(), doubles(75)
     y[16:30] = -100
@@ -123,7 +123,7 @@ def test_clipping_counts_every_stage_once(two: sg.Mesh, accumulate: int) -> None
     assert moved(module, one)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe"])
 def test_schedules_skips_and_ties(schedule: str) -> None:
     module = Knotted().double()
     dice = torch.Generator().manual_seed(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -97,7 +98,7 @@ def test_numbers_of_rows(apart_pair: sg.PipelineStrategy, monkeypatch: Any) -> N
     assert held and all(0 < sum(each) < whole for each in held)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", ["interleaved", "1f1b"])
 def test_skips_and_ties(apart_pair: sg.PipelineStrategy, schedule: str) -> None:
     """A tied weight is used on two stages, and updated on one of them."""
     module = Knotted().double()
@@ -206,36 +207,55 @@ def test_workers_of_stratagem_run(tmp_path: Path) -> None:
     assert out.count("exact True True 2") == 2, out
 
 
+class Bomb(torch.nn.Module):
+    """Sends its process a signal in the third batch."""
+
+    def __init__(self, task: int, kind: str) -> None:
+        super().__init__()
+        self.task, self.kind, self.calls = task, kind, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().sum()) != 0.0:  # so it is not traced
+            self.calls += 1
+        if self.calls > 40 and sg.current_replica().index == self.task:
+            print("now", flush=True)
+            os.kill(os.getpid(), getattr(signal, self.kind))
+        return x
+
+
+def with_bomb(task: int, kind: str) -> torch.nn.Module:
+    """On the task's stage."""
+    module: Any = deep()
+    return module.insert([1, -1][task], Bomb(task, kind))  # type: ignore[no-any-return]
+
+
+FIT = """
+from tests.strategies.test_pipeline import doubles, fitted
+from tests.strategies.test_pipeline_hosts import with_bomb
+strategy = sg.PipelineStrategy(None, 2, cross_device_ops="ring", patience=sg.Patience(answer=4))
+try:
+    fitted(strategy, with_bomb({task}, {kind!r}), *doubles(40), epochs=20)
+except sg.ReplicaError as error:
+    explain(error)
+"""
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_stage_is_killed(two: Cluster, dead: int) -> None:
-    everybody = two.all(
-        f"""
-        from tests.strategies.test_pipeline import adam, deep, doubles, fitted
-
-        class Bomb(torch.nn.Module):
-            calls = 0
-            def forward(self, x):
-                if float(x.detach().sum()) != 0.0:  # so it is not traced
-                    self.calls += 1
-                if me == {dead} and self.calls > 40:
-                    print("now", flush=True)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return x
-
-        module = deep()
-        module.insert({[1, -1][dead]}, Bomb())
-        x, y = doubles(40)
-        strategy = sg.PipelineStrategy(None, 2, cross_device_ops="ring")
-        try:
-            fitted(strategy, module, x, y, epochs=20)
-        except sg.ReplicaLost as error:
-            explain(error)
-        """
-    )
+    everybody = two.all(FIT.format(task=dead, kind="SIGKILL"))
     survivor = everybody[1 - dead]
     assert everybody[dead].ends() == -signal.SIGKILL
     in_time(survivor.says(f"raised ReplicaLost about worker {dead} ::"), SOON)
     assert survivor.ends() == 0
+
+
+@pytest.mark.slow
+def test_a_stage_that_stops_is_named(two: Cluster) -> None:
+    everybody = two.all(FIT.format(task=1, kind="SIGSTOP"))
+    everybody[1].says("now")
+    in_time(everybody[0].says("raised ReplicaStalled about worker 1 ::"), 20.0)
+    assert everybody[0].ends() == 0
+    everybody[1].signal(signal.SIGKILL)
 
 
 def test_tasks_that_split_differently_are_refused(two: Cluster) -> None:

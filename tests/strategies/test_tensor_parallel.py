@@ -232,7 +232,7 @@ def test_dropout_of_a_query_that_sees_no_key(group: Group) -> None:
     assert distance(found[0], found[1]) < 1e-12 and moved(module, found[0])
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [3, 1])
 def test_clipping_by_the_norm_of_all_parts_and_accumulation(group: Group, accumulate: int) -> None:
     module, (x, y) = net(), doubles(75)
     y[16:30] = -100

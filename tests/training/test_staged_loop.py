@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import operator
+import os
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from tests.clock import in_time
 from tests.spread import watched
 from tests.strategies.test_pipeline import Knotted, deep, doubles
 from tests.support import cpus, distance, moved
@@ -104,7 +108,7 @@ def training(prepare: Callable[..., Any], model: nn.Module) -> Any:
     return torch.tensor(seen), momenta
 
 
-@pytest.mark.parametrize("stages", ["pair", "three", "mesh", "divided"])
+@pytest.mark.parametrize("stages", ["mesh", "pair", "three", "divided"])
 def test_the_loop_of_one_device(stages: str, request: pytest.FixtureRequest) -> None:
     """Losses, norms, outputs, momenta and weights."""
     on = request.getfixturevalue(stages)
@@ -393,6 +397,34 @@ class Broken(nn.Module):
 class Mixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0)
+
+
+class Dying(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 1e3 and sg.current_replica().index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+@pytest.mark.parametrize("stages", ["pair", "divided"])
+def test_a_process_that_dies_is_named(stages: str, request: pytest.FixtureRequest) -> None:
+    """In the second forward, in the midst of a loop that waits for it."""
+    on = request.getfixturevalue(stages)
+
+    def loop() -> None:
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4), Dying()).double()
+        model, optimizer, _ = on.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(doubles(7)[0]).sum().backward()
+        optimizer.step()
+        model[0].bias.data.fill_(1e5)
+        model[1].weight.data.fill_(1.0)
+        model(doubles(7)[0]).sum().backward()
+
+    began = time.monotonic()
+    with pytest.raises(sg.ReplicaLost, match="replica 1 .* was killed by SIGKILL"):
+        on.run(loop)
+    in_time(time.monotonic() - began, 5.0)
+    both(training, deep(), on)  # it can be used again
 
 
 def _twice(model: Any, x: Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +18,7 @@ from keras import layers
 
 import stratagem as sg
 from tests import spread
+from tests.clock import in_time
 from tests.spread import watched
 from tests.support import cpus
 
@@ -117,7 +121,7 @@ def test_rows_are_shuffled_as_on_one_device(pipe: Pipe) -> None:
     shuffled(pipe(2, 3))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["interleaved", "gpipe", "eager"])
 def test_schedules(pipe: Pipe, schedule: str) -> None:
     x, y = numbers(53)
     same(pipe(2, 5, schedule=schedule), deep, x, y)
@@ -466,6 +470,38 @@ def test_keras_models_in_the_place_of_modules(pipe: Pipe) -> None:
         with pytest.raises(sg.NotDistributable, match="'1' is a layer of Keras, whose copies"):
             model.fit(x, y, verbose=0)
         assert on.replica_group.replica is None  # type: ignore[attr-defined]
+
+
+class Failing(layers.Layer):
+    """Acts in a process other than the first, in the third batch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(name="failing")
+        self.kind, self.calls, self.home = kind, 0, os.getpid()
+
+    def call(self, x: Any) -> Any:
+        self.calls += 1
+        if self.calls > 6 and os.getpid() != self.home:
+            if self.kind == "raise":
+                raise ValueError("the seventh microbatch is one too many")
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+
+def test_a_stage_that_fails_is_named(pipe: Pipe) -> None:
+    """With its traceback, or the signal; the strategy can be used again."""
+    on = pipe(2, 3, split=["failing"])
+    trained(on, stacked(Failing("")), *numbers(9), epochs=1)  # starts the processes
+    for kind, error, words in (
+        ("raise", sg.ReplicaFailed, r"(?s)replica 1 .*in call\n.*one too many"),
+        ("kill", sg.ReplicaLost, "replica 1 .* was killed by SIGKILL"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(error, match=words):
+            trained(on, stacked(Failing(kind)), *numbers(64))
+        in_time(time.monotonic() - began, 5.0)
+    same(on, stacked(Failing("")), *numbers(64))
 
 
 class Late(layers.Layer):
