@@ -39,6 +39,7 @@ def with_layers(
         unsharded=trial.unsharded,
         undivided=trial.undivided,
         sharded_here=trial.sharded_here,
+        one_set=trial.one_set,
     )
     if trial.inputs is None or trial.arguments is None:
         return found

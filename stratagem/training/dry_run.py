@@ -55,6 +55,8 @@ class DryRun:
     undivided: str = "it is not predicted for this training."
     #: whether its state is sharded on the CPUs of one machine only
     sharded_here: bool = False
+    #: whether mirrored CPU replicas of one machine have one set of parameters, and update parts
+    one_set: bool = False
 
 
 class DryRunHandedOver(BaseException):
