@@ -8,7 +8,7 @@ once, in this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,6 +49,8 @@ class DryRun:
     arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
     #: splits the module into layers, by its input or the names of its arguments
     layers: Callable[[Any, Any], LayerGraph] = trace
+    #: opens the precision in which layers are computed one by one
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: why a pipeline, sharded state and divided layers are not planned
     unpiped: str = "it is not predicted for this training."
     unsharded: str = "it is not predicted for this training."
