@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from stratagem.frontends.model_calls import fit
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.sharded_steps import refuse_unshared
 from stratagem.frontends.sources import ArraySource, Portion, Source, rows_at
+from stratagem.state.sliced import can_slice
 from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
 from stratagem.training.devices import place
@@ -45,6 +47,9 @@ def rehearse(
     here = Replica(0, 1, device, here.name, here.collective, here.membership)
     stage = _StepParts(module, optimizer, recipe, TorchAdapter(module, optimizer, recipe, here))
     settings = Settings(pipeline=Pipeline())
+    cast = recipe.autocast  # a layer that is measured again casts its weights again
+    own = partial(torch.autocast, device.type, cast, cache_enabled=False)
+    trained = [p for p in module.parameters() if p.requires_grad]
     split = Fit(module, optimizer, recipe, settings, source, None, range(1), None, 0)
     dry_run.hand_over(
         dry_run.DryRun(
@@ -58,8 +63,10 @@ def rehearse(
             stage.train,
             inputs=lambda batch: batch[0],
             arguments=staged.in_order,
+            autocast=nullcontext if cast is None else own,
             unpiped=_refusal(partial(staged.check, split, 2)),
             unsharded=_refusal(partial(refuse_unshared, module, optimizer, recipe)),
+            one_set=cast is not torch.float16 and can_slice(optimizer, trained),
             undivided=_refusal(
                 partial(
                     divided.check, replace(split, settings=Settings(tensor=TensorParallel())), 2

@@ -217,11 +217,12 @@ class _MirroredStep(PredictedStep):
         threads = min(_MEMORY_THREADS, max(1, self.hw.cores // n))
         adding = size * (2 + 1 / n) / (self.hw.local * threads)
         times = profile.accumulated
+        sliced = profile.one_set or self.cfg.strategy == SHARDED
         parts = {
             "compute": self.compute,
             "stragglers": self.waiting(),
             "memory": adding * times,
-            "optimizer": self.update / n,
+            "optimizer": self.update / (n if sliced else 1),
             "overhead": self.cal.step * times,
         }
         return self.prediction(parts)

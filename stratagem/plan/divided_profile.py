@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +112,8 @@ def played_seconds(trial: DryRun, given: Any, passes: int) -> float:
     batch = with_tensors(given, _twice)
     x = trial.inputs(batch)
     names = [str(node.target) for node in trace(trial.module, x, OPENED).inputs]
-    work = (trial.module, trial.loss, names, trial.arguments(names, x), batch, passes)
+    inputs = trial.arguments(names, x)
+    work = (trial.module, trial.loss, trial.autocast, names, inputs, batch, passes)
     strategy = MirroredStrategy([f"cpu:{i}" for i in range(_PROCESSES)])
     try:
         found: list[float] = strategy.run(_play, *work)
@@ -123,6 +125,7 @@ def played_seconds(trial: DryRun, given: Any, passes: int) -> float:
 def _play(
     module: nn.Module,
     loss: Callable[[Any], Tensor],
+    autocast: Callable[[], AbstractContextManager[Any]],
     names: list[str],
     inputs: list[Any],
     batch: Any,
@@ -135,7 +138,8 @@ def _play(
     replica, times = current_replica(), []
     module.train()
     graph = trace(module, dict.fromkeys(names), OPENED)
-    plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, rows(inputs, 0, TRIED)))
+    with autocast():
+        plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, rows(inputs, 0, TRIED)))
     parts = OwnParts(plan, list(module.parameters()), replica.index, _PROCESSES)
     program = divided_program(graph, plan, parts, SharedScratch(sharing(replica.collective)))
     own = vars(module)

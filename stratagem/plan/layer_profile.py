@@ -39,13 +39,15 @@ def with_layers(
         unsharded=trial.unsharded,
         undivided=trial.undivided,
         sharded_here=trial.sharded_here,
+        one_set=trial.one_set,
     )
     if trial.inputs is None or trial.arguments is None:
         return found
     if measured.device != "cpu":
         why = "stages, and processes that divide layers, are CPU processes so far."
         return replace(found, unpiped=trial.unpiped or why, undivided=trial.undivided or why)
-    with one_thread():  # as for processes that fill a machine; few rows gain little by more
+    # as for processes that fill a machine; few rows gain little by more threads
+    with one_thread(), trial.autocast():
         found = found if trial.unpiped else _with_stages(found, trial, batch)
         return found if trial.undivided else _with_divided(found, trial, batch)
 

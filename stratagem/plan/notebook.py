@@ -25,6 +25,7 @@ from stratagem.plan.measure import rehearse
 from stratagem.plan.page import fragment, page, png
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import dumps, text, to_json, write
+from stratagem.state.sliced import can_slice
 from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 
 
@@ -170,6 +171,7 @@ def profile(
         unpiped="",
         unsharded="",
         undivided="",
+        one_set=can_slice(optimizer, [p for p in module.parameters() if p.requires_grad]),
     )
     return rehearse(trial, steps=steps, crowded=crowded, lossy=lossy, say=say)
 

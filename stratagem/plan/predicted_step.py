@@ -177,7 +177,8 @@ def device_memory(profile: Profile, cfg: Configuration) -> float | None:
     The subclasses for such models count their own memory. P parameters and buffers, G gradients,
     S states of the optimizer, A activations:
 
-    one device, mirrored GPUs and hosts   P + G + S + A
+    one device, mirrored GPUs and hosts   P + G + S + A; and mirrored replicas of Keras models, of
+                                          custom loops, and of optimizers that cannot update a part
     CPU replicas that share memory        (P + S + P) / n + G + A
     sharded, CPUs of one machine          (P + G + S) / n + A, and gradients before their reduction
     sharded, fully_shard                  (P + G + S) / n + A, and the largest layer, undivided
@@ -193,7 +194,8 @@ def device_memory(profile: Profile, cfg: Configuration) -> float | None:
     if held is None or cfg.staged or cfg.strategy == TENSOR:
         return None
     in_memory = profile.device == "cpu" and cfg.hosts == 1
-    if n == 1 or (cfg.strategy not in (SHARDED, SERVERS) and not in_memory):
+    shares = in_memory and profile.one_set
+    if n == 1 or (cfg.strategy not in (SHARDED, SERVERS) and not shares):
         return held.fixed + held.activations
     if cfg.strategy == SERVERS:
         return held.parameters + held.gradients + held.activations

@@ -173,6 +173,8 @@ class Profile:
     undivided: str = ""
     #: whether its state is sharded on the CPUs of one machine only
     sharded_here: bool = False
+    #: whether mirrored CPU replicas of one machine have one set of parameters, and update parts
+    one_set: bool = True
     #: seconds of each compression that works with the optimizer, if asked for
     codecs: tuple[CodecTime, ...] = ()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -105,7 +106,7 @@ def _with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[in
     x, batch = trial.inputs(given), measured.batch
     names = [str(node.target) for node in trial.layers(trial.module, x).inputs]
     whole = trial.arguments(names, rows(x, 0, batch))
-    played = (trial.module, trial.layers, names, whole, batch)
+    played = (trial.module, trial.layers, trial.autocast, names, whole, batch)
     times: list[StageTime] = []
     chunks: list[StageTime] = []
     operation = 0.0
@@ -155,6 +156,7 @@ def _timed(
 def _play(
     module: nn.Module,
     layers: Callable[[Any, Any], LayerGraph],
+    autocast: Callable[[], AbstractContextManager[Any]],
     names: list[str],
     given: list[Any],
     batch: int,
@@ -174,13 +176,13 @@ def _play(
         many = [with_tensors(v, lambda t: torch.cat([t] * n) if t.dim() else t) for v in given]
         plan = plan_columns(graph, 1)
         stage: Any = _TimedColumns(
-            plan, 0, ChunkChoice(1, pieces * n), ColumnChannels(1, replica.collective)
+            plan, 0, ChunkChoice(1, pieces * n), ColumnChannels(1, replica.collective), autocast
         )
         ops: list[Op] = []
         inputs = [many]
     else:
         parts = cut(graph, [0])
-        stage = _TimedStage(graph, parts, 0, StageChannels(parts, 1, replica.collective))
+        stage = _TimedStage(graph, parts, 0, StageChannels(parts, 1, replica.collective), autocast)
         count = pieces * min(n, _ROWS)
         inputs = [rows(given, 0, -(-batch // pieces))] * count
         ops = list(SCHEDULES["1f1b"](0, 1, count, 1))

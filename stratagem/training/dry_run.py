@@ -8,7 +8,7 @@ once, in this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -49,12 +49,16 @@ class DryRun:
     arguments: Callable[[Sequence[str], Any], list[Any]] | None = None
     #: splits the module into layers, by its input or the names of its arguments
     layers: Callable[[Any, Any], LayerGraph] = trace
+    #: opens the precision in which layers are computed one by one
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: why a pipeline, sharded state and divided layers are not planned
     unpiped: str = "it is not predicted for this training."
     unsharded: str = "it is not predicted for this training."
     undivided: str = "it is not predicted for this training."
     #: whether its state is sharded on the CPUs of one machine only
     sharded_here: bool = False
+    #: whether mirrored CPU replicas of one machine have one set of parameters, and update parts
+    one_set: bool = False
 
 
 class DryRunHandedOver(BaseException):

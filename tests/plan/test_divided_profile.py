@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import stratagem as sg
 from stratagem.plan.divided_profile import with_played
 from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.profile import DividedLayers
@@ -97,3 +98,28 @@ def test_nor_does_a_failure_of_layers_that_are_measured() -> None:
     made = with_layers(profile(batch=ROWS), trial, x, list(net.parameters()))
     assert made.unpiped == "it failed when it was measured, with ValueError: no 3 rows, please"
     assert "no 12 rows" in made.undivided and not made.layers and made.divided is None
+
+
+class Half(nn.Module):
+    """Refuses all but bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.bfloat16:
+            raise ValueError(f"no {x.dtype}, please")
+        return x
+
+
+@pytest.mark.timeout(60)
+def test_layers_and_stages_are_measured_in_the_models_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
+    monkeypatch.setattr("stratagem.plan.stage_profile._SECONDS", 0.02)
+    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [2])
+    monkeypatch.setattr("stratagem.plan.measure.crowd", lambda *given: ((2, 1e-3),))
+    model = sg.Model(nn.Sequential(nn.Linear(8, 16), Half(), nn.Linear(16, 8)))
+    model.compile("sgd", "cross_entropy", precision="bfloat16")
+    given = torch.randn(ROWS, 8), torch.randint(0, 8, (ROWS,))
+    found = sg.plan(model, given, hosts=1).plan.profile
+    assert (found.unpiped, found.undivided) == ("", "")
+    assert found.stage_times and found.divided is not None and found.divided.played

@@ -39,6 +39,7 @@ def test_a_compiled_model(tmp_path: Path) -> None:
     before = [p.detach().clone() for p in model.module.parameters()]
     answer = sg.plan(model, data(), link="1Gbit", hosts=2, gpus_per_host=2)
     assert answer.plan.profile.batch == 12 and answer.plan.hardware.link == 1.25e8
+    assert answer.plan.profile.one_set
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.parameters(), strict=True))
     assert not model.optimizer.state and model.history is None
     assert answer.sentence in repr(answer)
@@ -127,6 +128,7 @@ def test_a_keras_model() -> None:
     assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
     assert int(model.optimizer.iterations) == 0
     assert found.footprint is not None and found.footprint.states >= 2 * found.dense_bytes
+    assert not found.one_set  # each replica has all weights, and updates them
     assert "1 layers that can be cut apart" in found.unpiped and "of torch" in found.undivided
     sharded = [each for each in answer.plan.tried if each.strategy == SHARDED]
     assert sharded and all(each.hosts == 1 for each in sharded)

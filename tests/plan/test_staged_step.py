@@ -191,6 +191,11 @@ def test_the_optimizer_has_the_threads_that_a_replica_has() -> None:
     two, alone = Configuration(MIRRORED, per_host=2), Configuration()
     found = predict(given, Hardware(cores=2, local=1e15), two, IDEAL)
     assert found.parts["optimizer"] == pytest.approx(3e-3)
+    apart = replace(given, one_set=False)  # each replica updates all, but for sharded ones
+    found = predict(apart, Hardware(cores=2, local=1e15), two, IDEAL)
+    assert found.parts["optimizer"] == pytest.approx(6e-3)
+    sharded = predict(apart, Hardware(cores=2, local=1e15), replace(two, strategy=SHARDED), IDEAL)
+    assert sharded.parts["optimizer"] == pytest.approx(3e-3)
     stages = predict(given, Hardware(cores=2, local=1e15), pipeline(2, 2), IDEAL)
     assert stages.parts["optimizer"] == pytest.approx(3e-3)
     assert predict(given, Hardware(cores=2), alone, IDEAL).parts["optimizer"] == 4e-3
@@ -217,6 +222,8 @@ def test_what_replicas_hold() -> None:
     # parameters, the sum and states are shared by two; each has its gradients
     assert memory(Configuration(MIRRORED, per_host=2)) == (16 + 8 + 64) * MB
     assert memory(Configuration(SHARDED, per_host=2)) == (16 + 64 + 8) * MB
+    assert memory(Configuration(SHARDED, per_host=2), one_set=False) == (16 + 64 + 8) * MB
+    assert memory(Configuration(MIRRORED, per_host=2), one_set=False) == 96 * MB
     # gathered layer by layer, of which each has an eighth, and its gradient
     assert memory(Configuration(SHARDED, per_host=2), device="cuda") == (16 + 64 + 2) * MB
     assert memory(Configuration(MIRRORED, per_host=2), device="cuda") == 96 * MB
