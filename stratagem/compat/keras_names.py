@@ -39,7 +39,6 @@ PRIVATE = {
     "CompileMetrics._user_metrics": "the metrics of compile() as the user gave them",
     "CompileMetrics._user_weighted_metrics": "the metrics of compile() as the user gave them",
     "Evaluated._eval_epoch_iterator": "what fit keeps between its evaluations",
-    "MeanMetric._fn": "the function inside of a metric: whether it is Keras' own",
     "Masked._keras_mask": "which elements of an output count in a loss",
     "Model._symbolic_build": "is given the data's iterator by fit, before callbacks begin",
     "Iterator._enumerate_iterator": "an epoch's batches, of which a backup leaves out those seen",

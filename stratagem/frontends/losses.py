@@ -64,9 +64,6 @@ class Loss(Protocol):
     ) -> tuple[Tensor, Any]:
         """Return numerator and denominator of one share of `examples` rows."""
 
-    def is_by_row(self, output: Any, target: Any) -> bool:
-        """Return whether torch computes a separate value for every row of these tensors."""
-
 
 class Meaning(NamedTuple):
     """How a loss interprets the model's outputs; named metrics interpret them likewise."""
@@ -131,11 +128,6 @@ def _check_alike(output: Any, target: Any) -> None:
     )
 
 
-def _same_shape(output: Any, target: Any) -> bool:
-    both = isinstance(output, Tensor) and isinstance(target, Tensor)
-    return both and output.shape == target.shape
-
-
 class RowLoss:
     """A callable that returns the mean over the rows, or one value per row."""
 
@@ -180,9 +172,6 @@ class RowLoss:
             )
         return (values.reshape(len(weight), -1).mean(1) * weight).sum()
 
-    def is_by_row(self, output: Any, target: Any) -> bool:
-        return self._by_number and not self.own and _same_shape(output, target)
-
 
 class SummedLoss:
     """A loss that sums over the rows, so that its gradient grows with the batch."""
@@ -204,9 +193,6 @@ class SummedLoss:
         self, output: Any, target: Any, weight: Tensor | None, examples: int
     ) -> tuple[Tensor, Any]:
         return self.mean(output, target, weight), None
-
-    def is_by_row(self, output: Any, target: Any) -> bool:
-        return False
 
 
 class CountedLoss:
@@ -288,10 +274,6 @@ class CountedLoss:
             return (values.reshape(len(weight), -1).mean(1) * weight).sum(), float(len(weight))
         value = self._value(output, target, by_class, "sum")
         return value, self._count(output, target, by_class)
-
-    def is_by_row(self, output: Any, target: Any) -> bool:
-        # outputs of one dimension are the classes of a single row
-        return isinstance(output, Tensor) and output.dim() > 1
 
     def count(self, target: Any) -> float:
         """Return the denominator of a batch, computed from its targets alone."""

@@ -101,8 +101,8 @@ class Model:
             precision: "bfloat16" or "float16" run the forward pass under autocast; "float16" with
                 a gradient scaler.
             jit_compile: run the module through torch.compile, on each replica.
-            check: before the first batch of a call, compute a few rows as one batch and as
-                shares, and raise if the results differ; False skips this check.
+            check: before the first batch and some later ones, compute a few rows as one batch and
+                as shares, and raise if the results differ; False skips this check.
             from_logits: whether outputs are logits, for metrics; inferred for torch's cross
                 entropies.
         """

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from stratagem.errors import UsageError
 from stratagem.frontends.losses import CountedLoss, Loss
 from stratagem.frontends.metrics import MetricSet
-from stratagem.frontends.row_trials import PassedTrials
+from stratagem.frontends.row_trials import CheckSchedule
 from stratagem.strategies.strategy import Strategy
 from stratagem.training.fingerprint import Look
 
@@ -36,8 +36,8 @@ class Recipe:
     check: bool = True
     #: loss and metrics by name, for `repr`
     words: str = ""
-    #: the row checks that this model has passed
-    passed: PassedTrials = field(default_factory=PassedTrials, repr=False, compare=False)
+    #: the batches since `compile` that were checked
+    schedule: CheckSchedule = field(default_factory=CheckSchedule, repr=False, compare=False)
 
     def look(self) -> Look:
         """Return the settings that must be equal on every worker."""

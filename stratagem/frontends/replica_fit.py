@@ -222,8 +222,7 @@ class ReplicaSide:
             self._check.rehearse(portion)
             warm_up(self.job.optimizer)
         if self._check.open:
-            self.step.bring_home()
-            self._check.before(portion)
+            self._check.before(portion, self.step.bring_home)
         journal = self.job.journal
         if journal is None:
             self.step.take(portion, last)

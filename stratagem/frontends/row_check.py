@@ -6,15 +6,13 @@ rows, which replicas do not share, and training would differ from one device.
 
 Each of the three runs starts from the same model, which may initialise itself from its first batch.
 Each row is missing in one of the shares, so that a row that affects others (by a maximum, say) is
-found. Losses of torch that treat rows separately are skipped. If the loss or a metric is user code,
-the check is repeated before the 2nd, 4th, 8th, ... batch, since a mask may only come later. For
-other models, a later call with the same settings need not repeat it.
+found.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,12 +22,12 @@ from torch import Tensor
 
 from stratagem.compat.torch_names import pytree
 from stratagem.data.shares import count_rows, rows, same_kind, share
-from stratagem.errors import NotDistributable, StratagemError
+from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.recipe import Recipe
 from stratagem.frontends.row_trials import (
     LOSS,
-    Result,
+    Outcome,
     Tolerance,
     agree,
     compare_gradients,
@@ -37,14 +35,12 @@ from stratagem.frontends.row_trials import (
     compare_outputs,
     copied,
     in_place,
-    kinds_of,
 )
 from stratagem.frontends.sources import Portion
-from stratagem.state.change_tracker import module_attributes, requires_grad
 from stratagem.training.isolated_run import dry_run, norms_by_row, replaced
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
-from stratagem.wire.tree import encode, gather_tree
+from stratagem.wire.tree import broadcast_tree, encode, gather_tree
 
 log = logging.getLogger("stratagem")
 
@@ -55,46 +51,57 @@ ENOUGH = sum(_SHARES)
 
 
 class RowCheck:
-    """The check of rows; called before every batch on every replica, it runs ever more rarely."""
+    """The check of rows during one call; `before` every batch, on every replica."""
 
     def __init__(self, module: Any, recipe: Recipe, replica: Replica, verb: str) -> None:
         """`verb`: "fit", "evaluate" or "predict"."""
         self.module, self.replica, self.verb = module, replica, verb
         self.recipe = replace(recipe, jit_compile=False)
-        #: whether to check later batches, too, since user code may treat them differently
-        self._repeats = verb != "predict" and (recipe.loss.own or bool(recipe.metrics.functions))
-        self._seen, self._next = 0, 1
+        self._schedule = recipe.schedule
         self.open = recipe.check and replica.count > 1
-        #: whether the check itself has failed, so that it is not repeated
-        self._failed = False
+        #: whether all replicas count as the chief does
+        self._agreed = False
+        parts = (type(part).__module__ for part in module.modules())
+        torchs = all(name.startswith("torch.") for name in parts)
+        self._own = recipe.loss.own or bool(recipe.metrics.functions) or not torchs
         #: the last share, if it was too small to be split
         self._kept: Any = None
 
-    def before(self, portion: Portion) -> None:
-        """Raise if the replicas' shares of this batch do not add up. Collective."""
-        if self._is_due() and portion.total > 1:
-            first = share(portion.total, self.replica.count, 0)[1]
-            batch = [portion.x, portion.y, portion.weight]
-            if first < ENOUGH:
-                second = _portable(batch) if self.replica.index == 1 else None
-                told = gather_tree(self.replica.collective, second)[1]
-                self._act(portion.examples, batch, told)
-            elif self.replica.index == 0:
-                self._act(portion.examples, batch, None)
-            self._settle()
+    def before(self, portion: Portion, prepare: Callable[[], None] = lambda: None) -> None:
+        """Raise if it is this batch's turn, and the replicas' shares do not add up. Collective.
+
+        `prepare` is called before a check.
+        """
+        if portion.total < 2:
+            return
+        replica, schedule = self.replica, self._schedule
+        if not self._agreed:  # a replica that has joined since has counted fewer batches
+            counted = schedule.passed.get(self.verb, 0)
+            schedule.passed[self.verb] = broadcast_tree(replica.collective, counted)
+            self._agreed = True
+        if schedule.is_due(self.verb, lambda: self._own):
+            prepare()
+            batch, told = [portion.x, portion.y, portion.weight], None
+            if share(portion.total, replica.count, 0)[1] < ENOUGH:
+                second = _portable(batch) if replica.index == 1 else None
+                told = gather_tree(replica.collective, second)[1]
+            self._act(portion.examples, batch, told)
+        self._count()
 
     def alone(self, portion: Portion) -> None:
         """Like `before`, for a worker of servers, which has no other replica's share.
 
         A share that is too small is kept, and joined with the next one.
         """
-        if self._is_due():
+        if self._schedule.is_due(self.verb, lambda: self._own):
             batch = [portion.x, portion.y, portion.weight]
             other, self._kept = self._kept, batch
-            if portion.examples >= ENOUGH or other is not None:
-                few = portion.examples < ENOUGH
-                self._act(portion.examples, batch, other if few else None)
-                self._settle()
+            few = portion.examples < ENOUGH
+            if few and other is None:
+                return
+            self._act(portion.examples, batch, other if few else None)
+            self._kept = None
+        self._count()
 
     def rehearse(self, portion: Portion) -> None:
         """Run a batch through model and loss as a dry run, to warm up a standby's first step."""
@@ -104,31 +111,16 @@ class RowCheck:
         except Exception as error:  # the step itself may still succeed
             log.debug("a standby could not rehearse: %r", error)
 
-    def _is_due(self) -> bool:
-        if not self.open:
-            return False
-        self._seen += 1
-        return self._seen >= self._next
-
-    def _settle(self) -> None:
-        self._next, self._kept, self.open = 2 * self._seen, None, self._repeats
+    def _count(self) -> None:
+        self._schedule.count(self.verb)
+        self.open = self._own
 
     def _act(self, examples: int, batch: Any, other: Any) -> None:
         """On the chief: make the check, with rows of its share and perhaps of another one."""
-        if self.replica.index != 0 or self._failed:
-            return
-        try:
-            whole, parts = self._rows(examples, batch, other)
-            trial = partial(self._compare, whole, parts)
-            if self._repeats:
-                trial()
-            else:
-                self.recipe.passed.unless_passed(self.verb, partial(self._key, whole), trial)
-        except StratagemError:
-            raise
-        except Exception as error:
-            self._failed = True
-            say_untried(error)
+        if self.replica.index == 0:
+            self._schedule.run(
+                self.verb, lambda: self._compare(*self._rows(examples, batch, other))
+            )
 
     def _rows(self, examples: int, batch: Any, other: Any) -> tuple[Any, list[Any]]:
         """Return a few rows as one batch and as two shares.
@@ -143,18 +135,6 @@ class RowCheck:
             batch = [batch[0], None, None]
             other = other and [other[0], None, None]
         return few_rows(batch, examples, to_device(other, self.replica.device))
-
-    def _key(self, whole: Any) -> list[Any]:
-        """Return what the check depends on, as far as it is cheap to compare."""
-        judges = [each for each in self._judges() if isinstance(each, torch.nn.Module)]
-        return [
-            kinds_of(whole),
-            self.recipe.autocast,
-            requires_grad(self.module),
-            dict(self.module.named_modules()),
-            module_attributes(self.module, *judges).seen,
-            self.recipe.loss,
-        ]
 
     def _judges(self) -> list[Any]:
         """Return the loss and its function, or the parts of a loss module."""
@@ -174,23 +154,15 @@ class RowCheck:
     def _judge(self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance) -> None:
         sizes = [run.examples for run in shares]
         compare_outputs(self.verb, one.outputs, [run.outputs for run in shares], tolerance, sizes)
-        self._judge_losses(one, shares, tolerance)
-
-    def _judge_losses(
-        self, one: BatchOutcome, shares: list[BatchOutcome], tolerance: Tolerance
-    ) -> None:
-        if not all(run.judged for run in (one, *shares)):
+        if one.loss is None:
             return
-        sizes = [run.examples for run in shares]
-        below = sum(float(run.below) for run in shares)
+        below = sum(run.below for run in shares)
         if below:
-            compare_loss(
-                float(one.above),
-                sum(float(run.above) for run in shares) / below,
-                max(abs(float(run.above)) / (float(run.below) or 1.0) for run in shares),
-                tolerance,
-                sizes,
+            values = [run.loss or 0.0 for run in shares]
+            largest = max(
+                abs(v) / (run.below or 1.0) for v, run in zip(values, shares, strict=True)
             )
+            compare_loss(one.loss, sum(values) / below, largest, tolerance, sizes)
             gradients = in_place(one.gradients, [_over(run.gradients, below) for run in shares])
             compare_gradients(LOSS, one.gradients, gradients, tolerance, sizes)
         metrics = [run.metrics for run in shares]
@@ -222,9 +194,6 @@ class RowCheck:
         adapter = TorchAdapter(self.module, None, self.recipe, self.replica)
         with adapter.autocast():
             output, *given = adapter.forward(portion)
-        loss, apart = self.recipe.loss, _in_rows(output, portion.examples)
-        if apart and not self._repeats and loss.is_by_row(output, given[0]):
-            return BatchOutcome(list(map(copied, pytree.tree_leaves(output))), portion.examples)
         return self._apply_loss(adapter, output, given, portion.examples, portion.total)
 
     def _apply_loss(
@@ -232,10 +201,9 @@ class RowCheck:
     ) -> BatchOutcome:
         """Compute loss, gradients and metrics for these outputs."""
         loss, (y, weight), outputs = self.recipe.loss, given, pytree.tree_leaves(output)
-        run = BatchOutcome(list(map(copied, outputs)), examples)
+        run = BatchOutcome(list(map(copied, outputs)), examples=examples)
         if self.verb == "predict" or (y is None and not loss.own):
             return run
-        run.judged = True
         with adapter.autocast():
             if examples == total:
                 above, run.below = loss.mean(output, y, weight), 1.0
@@ -245,7 +213,7 @@ class RowCheck:
         if above.requires_grad:
             gradients = torch.autograd.grad(above, self._sources(outputs), allow_unused=True)
             run.gradients = list(map(copied, gradients))
-        run.above = float(above.detach())
+        run.loss = float(above.detach())
         run.metrics = self.recipe.metrics.try_functions(output, y)
         return run
 
@@ -261,27 +229,12 @@ class RowCheck:
 
 
 @dataclass
-class BatchOutcome:
-    """The results of one batch, copied since a dry run restores all tensors that it wrote to."""
+class BatchOutcome(Outcome):
+    """The results of one batch; `loss` is the numerator of its share."""
 
-    outputs: list[Any]
-    examples: int
-    #: whether the loss was computed; `above` and `below` are its numerator and denominator
-    judged: bool = False
-    above: float = 0.0
+    examples: int = 0
     below: float = 1.0
-    gradients: Sequence[Tensor | None] = ()
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    epsilon: float = 0.0
-
-    def result(self) -> Result:
-        return Result(self.outputs, self.gradients, self.above)
-
-
-def _in_rows(output: Any, total: int) -> bool:
-    """Return whether every output has `total` rows."""
-    leaves = pytree.tree_leaves(output)
-    return all(isinstance(each, Tensor) and each.dim() and len(each) == total for each in leaves)
 
 
 def _over(gradients: Sequence[Tensor | None], below: float) -> list[Tensor | None]:
@@ -292,16 +245,6 @@ def _buffer_versions(loss: Any) -> dict[str, tuple[int, int]]:
     """Return the identity and version of a loss's buffers, which change when it writes to them."""
     named = loss.named_buffers() if isinstance(loss, torch.nn.Module) else ()
     return {name: (id(buffer), buffer._version) for name, buffer in named}
-
-
-def say_untried(error: Exception) -> None:
-    """Warn that the check failed; if the step fails, too, its own error is the one to raise."""
-    log.warning(
-        "whether rows depend on each other cannot be tried on a part of a batch (%s: %s), so that "
-        "is taken on trust, unchecked.",
-        type(error).__name__,
-        error,
-    )
 
 
 # --- rows ----------------------------------------------------------------------------------------

@@ -1,20 +1,16 @@
-"""Compares the results of a few rows as one batch and as shares, to rounding (row_check.py).
-
-Also records which of these trials a model has passed.
-"""
+"""Compares the results of a few rows as one batch and as shares, to rounding (row_check.py)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stratagem.compat.torch_names import pytree
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, StratagemError
 
 LOSS = "the loss"
 _OTHERWISE = "use one device, or skip this check (check=False) where that is meant."
@@ -22,6 +18,18 @@ _OTHERWISE = "use one device, or skip this check (check=False) where that is mea
 
 #: factor between observed rounding and tolerated differences
 _MARGIN = 20
+
+
+@dataclass
+class Outcome:
+    """What some rows, as one batch or as a share, gave. Copies: a dry run restores tensors."""
+
+    outputs: list[Any] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    #: None if it was not computed
+    loss: float | None = None
+    #: the relative rounding of the coarsest dtype in the run
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Tolerance:
     noise: float = 0.0
 
     @classmethod
-    def of(cls, device: torch.device, runs: Iterable[TrialRun]) -> Tolerance:
+    def of(cls, device: torch.device, runs: Iterable[Outcome]) -> Tolerance:
         """Choose by the coarsest dtype in any of the runs.
 
         Correct float32 models, untrained, differ between a batch and its shares by 1.2e-6
@@ -56,7 +64,7 @@ class Tolerance:
         """Return the absolute tolerance of numbers near zero."""
         return min(1e-6, self.own / _MARGIN)
 
-    def widened(self, plain: Result, disturbed: Result) -> Tolerance:
+    def widened(self, plain: Outcome, disturbed: Outcome) -> Tolerance:
         """Widen by the observed rounding.
 
         `disturbed` is the plain result, computed with every intermediate value rounded otherwise.
@@ -71,38 +79,20 @@ class Tolerance:
         ]
         pairs = list(zip(plain.gradients, disturbed.gradients, strict=True))
         gradients = [_norm(_difference(a, [] if b is None else [b])) for a, b in pairs]
-        losses = abs(plain.loss - disturbed.loss) / (abs(plain.loss) or 1.0)
+        one, other = plain.loss or 0.0, disturbed.loss or 0.0
         return replace(
             self,
             own=max(self.own, *(_MARGIN * each for each in outputs), 0.0),
-            loss=max(self.loss, _MARGIN * losses),
+            loss=max(self.loss, _MARGIN * abs(one - other) / (abs(one) or 1.0)),
             noise=_MARGIN * max(gradients, default=0.0),
         )
-
-
-@dataclass(frozen=True)
-class Result:
-    """The outputs, gradients and loss of one run."""
-
-    outputs: Sequence[Any]
-    gradients: Sequence[Tensor | None]
-    loss: float
-
-
-class TrialRun(Protocol):
-    """The run of a batch, or of a share, through model and loss."""
-
-    #: the relative rounding of the coarsest dtype in the run
-    epsilon: float
-
-    def result(self) -> Result: ...
 
 
 def agree(
     compare: Callable[[Tolerance], None],
     tolerance: Tolerance,
-    whole: TrialRun,
-    disturb: Callable[[], TrialRun],
+    whole: Outcome,
+    disturb: Callable[[], Outcome],
 ) -> None:
     """Compare; if that fails, compare again with a tolerance widened by the observed rounding.
 
@@ -112,7 +102,7 @@ def agree(
     try:
         compare(tolerance)
     except NotDistributable:
-        compare(tolerance.widened(whole.result(), disturb().result()))
+        compare(tolerance.widened(whole, disturb()))
 
 
 def copied(leaf: Any) -> Any:
@@ -137,7 +127,7 @@ def compare_outputs(
                 f"nothing look at other rows, {_OTHERWISE}"
             )
         apart = _excess(leaf, shares, axes[0], tolerance) if len(axes) == 1 else 0.0
-        if apart and not _is_reordered(leaf, shares, axes[0], tolerance):
+        if apart:
             raise NotDistributable(
                 f"the model's outputs for a row depend on the other rows of the batch (they differ "
                 f"by up to {apart:.3g} between {sum(sizes)} rows at once and shares of "
@@ -145,11 +135,6 @@ def compare_outputs(
                 "itself (BatchNorm is exact over replicas with sync_batchnorm=True), "
                 f"{_OTHERWISE}"
             )
-
-
-def _is_reordered(leaf: Tensor, shares: list[Tensor], axis: int, tolerance: Tolerance) -> bool:
-    """Return whether only the order of the rows differs."""
-    return not _excess(leaf.flip(axis), [each.flip(axis) for each in shares], axis, tolerance)
 
 
 def _row_axes(leaf: Tensor, shares: Sequence[Tensor]) -> list[int]:
@@ -265,47 +250,44 @@ def _norm(gradient: Tensor | None) -> float:
     return norm if norm < float("inf") else 0.0
 
 
-# --- passed trials, which later calls need not repeat ---------------------------------------------
+# --- which batches are checked --------------------------------------------------------------------
 
 log = logging.getLogger("stratagem")
 
 
-class PassedTrials:
-    """The trials that one compiled model has passed in this process, by name.
+class CheckSchedule:
+    """Chooses the batches that are checked, for models of torch and of Keras.
 
-    A call with the same key as the call before repeats the trial only if it is the 2nd, 4th, 8th,
-    ... such call; a call with another key starts over. Trials are repeated at all since no key has
-    the values of weights, statistics and rows, or globals that a forward pass reads.
+    Of each verb these are the first batch since `compile` and, if a step runs code of the user, the
+    2nd, 4th, 8th, ..., since a mask may come later.
     """
 
     def __init__(self) -> None:
-        self._passed: dict[str, tuple[Any, int]] = {}
+        #: by verb: how many batches were checked or left out; one that is refused does not count
+        self.passed: dict[str, int] = {}
+        #: verbs of which a few rows could not be tried
+        self._untried: set[str] = set()
 
-    def __reduce__(self) -> Any:
-        return PassedTrials, ()  # a copy in another process starts empty
+    def is_due(self, verb: str, runs_user_code: Callable[[], bool]) -> bool:
+        number = self.passed.get(verb, 0) + 1
+        return number & (number - 1) == 0 and (number == 1 or runs_user_code())
 
-    def unless_passed(self, name: str, key: Callable[[], Any], trial: Callable[[], object]) -> None:
-        """Make the trial unless it was passed with an equal key."""
-        before, calls = self._passed.pop(name, (None, 0))
-        try:
-            now = key()
-            calls = calls + 1 if before == now else 1
-        except Exception as error:  # for example, a list that contains itself
-            log.debug("rows are tried at each call: %s: %s", type(error).__name__, error)
-            trial()
+    def count(self, verb: str) -> None:
+        self.passed[verb] = self.passed.get(verb, 0) + 1
+
+    def run(self, verb: str, check: Callable[[], None]) -> None:
+        """Make a check; if that fails, warn once: the step, if it fails too, has a better error."""
+        if verb in self._untried:
             return
-        if calls & (calls - 1) == 0:
-            trial()
-        self._passed[name] = now, calls
-
-
-def kinds_of(batch: Any) -> list[Any]:
-    """Return the structure of a batch, with the dtypes, devices and shapes of its tensors."""
-    leaves, structure = pytree.tree_flatten(batch)
-    return [
-        structure,
-        [
-            (each.dtype, each.device, each.shape) if isinstance(each, Tensor) else type(each)
-            for each in leaves
-        ],
-    ]
+        try:
+            check()
+        except StratagemError:
+            raise
+        except Exception as error:
+            self._untried.add(verb)
+            log.warning(
+                "whether rows depend on each other cannot be tried on a part of a batch (%s: %s), "
+                "so that is taken on trust, unchecked.",
+                type(error).__name__,
+                error,
+            )

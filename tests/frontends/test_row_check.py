@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import random
-from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 
 import stratagem as sg
 from stratagem.errors import NotDistributable
-from stratagem.frontends.losses import resolve
+from stratagem.frontends import row_check
+from stratagem.frontends.row_trials import CheckSchedule
+from stratagem.frontends.sources import Portion
 from stratagem.training.isolated_run import dry_run
 from tests.support import by_hand, data, distance, mlp, strategy
 
@@ -290,114 +291,99 @@ def test_it_costs_less_than_a_step(
     assert 0 < costs[True] - costs[False] <= 10 < costs[False]
 
 
-# --- what was tried before ------------------------------------------------------------------------
+# --- which batches are checked --------------------------------------------------------------------
 
 
-class Pickiest(nn.Module):
-    """Can be changed in several ways; records how many rows it sees."""
+def test_the_batches_that_are_checked() -> None:
+    schedule, due = CheckSchedule(), []
+    for number in range(1, 40):
+        if schedule.is_due("fit", lambda: True):
+            due.append(number)
+        schedule.count("fit")
+    assert due == [1, 2, 4, 8, 16, 32]
+    assert schedule.is_due("predict", lambda: False)
+    schedule.count("predict")
+    assert not schedule.is_due("predict", lambda: False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.act = mlp(), nn.ReLU()
-        self.mixes = False
-        self.factor = torch.ones(())
+
+def checked(model: sg.Model, verb: str = "fit", batches: int = 4) -> list[int]:
+    """Return how many checks a call makes: each has five rows; a share has twelve."""
+    PASSED.clear()
+    given = data(24 * batches)[: 1 if verb == "predict" else 2]
+    getattr(model, verb)(*given, batch_size=24, verbose=0)
+    assert PASSED.count(12) == batches
+    return PASSED.count(5)
+
+
+class Seen(nn.Linear):
+    """Records how many rows it sees, and may subtract their mean."""
+
+    mixes = False
 
     def forward(self, x: Tensor) -> Tensor:
         PASSED.append(len(x))
-        out = self.act(self.inner(x.float().flatten(1))) * self.factor
+        out = super().forward(x)
         return centred(out) if self.mixes else out
 
 
-def tried(model: sg.Model, x: Tensor | None = None, **options: Any) -> bool:
-    """Return whether a fit makes the check, which has five rows; a share has twelve."""
-    PASSED.clear()
-    model.fit(data(24)[0] if x is None else x, data(24)[1], batch_size=24, verbose=0, **options)
-    assert 12 in PASSED
-    return 5 in PASSED
+def seen_by(module: nn.Module) -> nn.Module:
+    """Record the rows that torch's own layer sees."""
+    module.register_forward_pre_hook(lambda layer, given: PASSED.append(len(given[0])))
+    return module
 
 
-@pytest.fixture
-def passed(two: sg.MirroredStrategy) -> sg.Model:
-    """Return a model whose next fit need not repeat the check."""
-    model = sg.Model(Pickiest(), two)
-    model.compile(sgd, nn.CrossEntropyLoss(), ["accuracy"])
-    assert [tried(model) for _ in range(5)] == [True, True, False, True, False]
-    return model
-
-
-def test_what_was_passed_is_tried_ever_less(two: sg.MirroredStrategy) -> None:
-    model = sg.Model(Pickiest(), two)
-    model.compile(sgd, "cross_entropy")
-    assert [i for i in range(1, 18) if tried(model)] == [1, 2, 4, 8, 16]
-
-
-def test_a_loss_of_ones_own_is_tried_by_each_fit(two: sg.MirroredStrategy) -> None:
-    model = sg.Model(Pickiest(), two)
-    model.compile(sgd, own_loss)
-    assert all(tried(model) for _ in range(3))
-
-
-class Still(sg.callbacks.Callback):
-    """Puts a layer into eval mode."""
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.module.act.eval()
-
-
-def _cyclic(model: sg.Model) -> None:
-    model.module.tree = tree = [1]
-    tree.append(tree)  # type: ignore[arg-type]
-
-
-CHANGES: dict[str, Callable[[sg.Model], Any]] = {
-    "a list with itself inside": _cyclic,
-    "an attribute": lambda model: setattr(model.module, "note", "new"),
-    "a tensor": lambda model: model.module.factor.fill_(2.0),
-    "a layer": lambda model: setattr(model.module, "act", nn.ReLU()),
-    "frozen": lambda model: model.module.inner[0].bias.requires_grad_(False),
-    "compiled": lambda model: model.compile(sgd, "cross_entropy"),
-    "the loss": lambda model: setattr(model.recipe, "loss", resolve("cross_entropy")),
-    "an option of the loss": lambda model: setattr(model.loss.function, "label_smoothing", 0.1),
+OWN: dict[str, Any] = {
+    "module": (lambda: Seen(6, 4), "cross_entropy", ["accuracy"]),
+    "loss": (lambda: seen_by(nn.Linear(6, 4)), own_loss, []),
+    "metric": (lambda: seen_by(nn.Linear(6, 4)), "cross_entropy", [own_metric]),
 }
 
 
-@pytest.mark.parametrize("change", list(CHANGES))
-def test_what_was_changed_is_tried_again(passed: sg.Model, change: str) -> None:
-    CHANGES[change](passed)
-    assert tried(passed)
+@pytest.mark.parametrize("name", list(OWN))
+def test_later_batches_are_checked_for_user_code(two: sg.MirroredStrategy, name: str) -> None:
+    build, loss, metrics = OWN[name]
+    model = sg.Model(build(), two)
+    model.compile(sgd, loss, metrics)
+    assert [checked(model) for _ in range(3)] == [3, 1, 0]  # 1, 2 and 4; 8
+    assert [checked(model, "evaluate", 2), checked(model, "predict", 1)] == [2, 1]
+    model.compile(sgd, loss, metrics)
+    assert checked(model) == 3
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"x": data(24)[0].double()},
-        {"x": data(24)[0][..., None]},
-        {"sample_weight": torch.ones(24)},
-        {"callbacks": [Still()]},
-    ],
-)
-def test_another_kind_of_rows_or_mode_is_tried_again(
-    passed: sg.Model, options: dict[str, Any]
-) -> None:
-    assert tried(passed, **options)
+def test_of_torchs_own_code_the_first_batch_is_checked(two: sg.MirroredStrategy) -> None:
+    model = sg.Model(seen_by(nn.Linear(6, 4)), two)
+    model.compile(sgd, nn.CrossEntropyLoss(), ["accuracy"])
+    assert [checked(model) for _ in range(2)] == [1, 0]
+    assert [checked(model, "evaluate"), checked(model, "predict")] == [1, 1]
 
 
-def test_what_mixes_rows_later_is_refused_each_time(passed: sg.Model) -> None:
-    passed.module.mixes = True
+def test_what_is_refused_is_refused_each_time(two: sg.MirroredStrategy) -> None:
+    model = sg.Model(module := Seen(6, 4), two)
+    model.compile(sgd, "cross_entropy")
+    assert checked(model) == 3
+    module.mixes = True
     for _ in range(3):
         with pytest.raises(NotDistributable, match="depend"):
-            tried(passed)
-    passed.module.mixes = False
-    assert tried(passed)
+            model.fit(*data(24 * 4), batch_size=24, verbose=0)
+    module.mixes = False
+    assert checked(model) == 1
 
 
-def test_the_verbs_are_tried_apart_and_copies_anew(passed: sg.Model) -> None:
-    for verb, given in {"evaluate": data(24), "predict": data(24)[:1]}.items():
-        PASSED.clear()
-        getattr(passed, verb)(*given, batch_size=24, verbose=0)
-        assert 5 in PASSED
-    assert not tried(passed)
-    assert not pickle.loads(pickle.dumps(passed.recipe.passed))._passed
+def test_a_replica_that_joined_later_counts_as_the_chief(
+    two: sg.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where shares are small the check is collective."""
+    model = sg.Model(nn.Linear(6, 4), two)
+    model.compile(sgd, own_loss)
+    monkeypatch.setattr(row_check, "broadcast_tree", lambda collective, mine: 3)
+    gathered: list[Any] = []
+    monkeypatch.setattr(row_check, "gather_tree", lambda _, mine: gathered.append(mine) or [0, 0])
+    joined = Mock(index=1, count=2, device=torch.device("cpu"))
+    assert model.recipe is not None
+    check = row_check.RowCheck(model.module, model.recipe, joined, "fit")
+    for _ in range(2):
+        check.before(Portion(*data(2), None, 2, 4))
+    assert len(gathered) == 1 and model.recipe.schedule.passed == {"fit": 5}
 
 
 # --- no trace -------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
-from stratagem.frontends.keras.row_check import CheckSchedule, check_step
+from stratagem.frontends.keras.row_check import check_step
+from stratagem.frontends.row_trials import CheckSchedule
 from stratagem.state.keras_stepper import fuse
 from stratagem.strategies.strategy import Strategy, checks_rows
 from stratagem.training import dry_run
@@ -88,13 +89,9 @@ class Call:
         """Return the quiet loop of a `fit`, as far as callbacks allow it."""
         if self.name != "fit":
             return quiet_loop(None)
-        alone = not self.needs.steps and model.compiled and _only_keras(model)
-        return quiet_loop(model, slices=alone)
-
-
-def _only_keras(model: Any) -> bool:
-    """Whether no code of the user, which might write into the data, runs in a step."""
-    return all_keras(model) and StepSettings(model).foreign is None
+        alone = not self.needs.steps and model.compiled and all_keras(model)
+        # code of the user might write into the data
+        return quiet_loop(model, slices=alone and StepSettings(model).foreign is None)
 
 
 class KerasSide(Protocol):
@@ -161,7 +158,7 @@ class Driver:
         #: the needs of the running call's callbacks
         self.needs = CallbackNeeds()
         #: whether rows are checked for not depending on each other, and in which batches
-        self.checks, self.schedule = checks_rows(), CheckSchedule(model)
+        self.checks, self.schedule = checks_rows(), CheckSchedule()
         #: the training step where this process trains alone
         self._captured, self._calls = CapturedStep(model), 0
         #: the time at the end of the last training step, and how long this process had waited then
@@ -187,6 +184,10 @@ class Driver:
         self.model.__dict__["_stratagem"] = self
         for optimizer in optimizers(self.model):
             fuse(optimizer)
+
+    def recompiled(self) -> None:
+        self.schedule = CheckSchedule()
+        self.side.recompiled()
 
     def own(self, name: str) -> Callable[..., Any]:
         """Return the model's own method."""
@@ -301,15 +302,14 @@ class Driver:
     def _check(self, step: str, data: Any, total: int) -> None:
         """Before the first step of a kind, and some later ones: check that shares add up."""
         (count, apart), adapter = self.side.shares(step), self.side.adapter
-
-        def check(rows: Any) -> bool:
+        if not self.checks or min(count, total) < 2:
+            return
+        if self.schedule.is_due(step, lambda: StepSettings(self.model).foreign is not None):
+            arguments = self.model, step, data, adapter.replica, count
             with self.playing():
-                found = check_step(self.model, step, rows, adapter.replica, count, apart=apart)
+                self.schedule.run(step, partial(check_step, *arguments, apart=apart))
             adapter.mark()
-            return found
-
-        if self.checks and count > 1:
-            self.schedule.before(step, data, total, check)
+        self.schedule.count(step)
 
     def follow_changes(self, *, last: bool = False) -> None:
         """Send what a callback, or the user between two calls, has changed."""

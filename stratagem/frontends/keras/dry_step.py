@@ -16,7 +16,7 @@ from stratagem.frontends.keras.adapter import Attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
 from stratagem.frontends.keras.step_logs import user_metrics
-from stratagem.frontends.row_trials import Result, copied
+from stratagem.frontends.row_trials import Outcome, copied
 from stratagem.training.isolated_run import Replacement, dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 
@@ -46,29 +46,18 @@ class Trial(BatchPart):
 
 
 @dataclass
-class Run:
-    """The record of one dry run, of a step or of several in turn."""
+class Run(Outcome):
+    """The record of one dry run, of a step or of several in turn; `loss`: the log of that name."""
 
     weight: float = 1.0
-    outputs: list[Any] = field(default_factory=list)
-    #: by variable, of each backward pass
-    gradients: list[list[Tensor]] = field(default_factory=list)
+    #: by variable, the gradient of each backward pass
+    passes: list[list[Tensor]] = field(default_factory=list)
     #: by metric, the count in each variable
     counts: dict[int, list[Tensor]] = field(default_factory=dict)
     #: by metric, the values before, to whose size counts are rounded
     bases: dict[int, list[Tensor]] = field(default_factory=dict)
     #: the user's own metrics that were updated
     given: list[Any] = field(default_factory=list)
-    #: the log "loss" of the step
-    loss: Any = None
-    epsilon: float = 0.0
-
-    def all_gradients(self) -> list[Tensor]:
-        return [gradient for each in self.gradients for gradient in each]
-
-    def result(self) -> Result:
-        single = self.loss is not None and not self.loss.shape
-        return Result(self.outputs, self.all_gradients(), float(self.loss) if single else 0.0)
 
 
 class Bench:
@@ -92,7 +81,7 @@ class Bench:
         self, batches: list[Any], trial: Trial | None = None, *, disturbed: bool = False
     ) -> Run:
         model, own = self.model, self._own()
-        run = Run(1.0 if trial is None else trial.share.weight)
+        run = Run(weight=1.0 if trial is None else trial.share.weight)
         with ExitStack() as held:
             held.enter_context(_as_before(model, self._modules))
             journal = held.enter_context(dry_run(disturbed=disturbed))
@@ -111,6 +100,7 @@ class Bench:
             returned = keras.tree.map_structure(copied, returned)
             counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
         run.epsilon = journal.epsilon
+        run.gradients = [gradient for each in run.passes for gradient in each]
         for key, after in counted.items():
             before = run.bases.get(key) or [torch.zeros(())] * len(after)
             run.bases[key] = before
@@ -118,7 +108,8 @@ class Bench:
         if self.step == "predict_step":
             run.outputs = keras.tree.flatten(returned)
         elif isinstance(returned, dict) and "loss" in returned:
-            run.loss = torch.as_tensor(returned["loss"])
+            loss = torch.as_tensor(returned["loss"])
+            run.loss = None if loss.shape else float(loss)
         return run
 
 
@@ -165,8 +156,8 @@ def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> I
     own = [each for each in user_metrics(model) if not type(each).__module__.startswith("keras.")]
     methods += [(each, "update_state", _giving(each, run)) for each in own]
     variables = model.trainable_variables
-    run.gradients = [[] for _ in variables]
-    pairs = zip(variables, run.gradients, strict=True)
+    run.passes = [[] for _ in variables]
+    pairs = zip(variables, run.passes, strict=True)
     hooks = [variable.value.register_hook(_noting(noted)) for variable, noted in pairs]
     try:
         with replaced(methods):

@@ -103,11 +103,7 @@ class ElasticReplicas(OnReplicas):
 
     def _sent(self, call: Call) -> tuple[None, FollowerModel]:
         """Return the model for followers; called again for each new group."""
-        schedule = self._driver.schedule
-        seat = self._seat(current_replica(), call)
-        if self._regroups:
-            self._driver.schedule = schedule  # the rows of this call were tried already
-        return None, seat
+        return None, self._seat(current_replica(), call)
 
     def _done(self) -> int | None:
         """How far this process is; None for the chief within Keras' loop, which never restarts."""

@@ -92,7 +92,6 @@ class OnReplicas:
             self._whole = bool(model.built) and alone
             self.adapter.mark()
             self.adapter.attributes = Attributes(model)
-            driver.schedule = driver.schedule.anew()
         settings = driver.strategy.settings
         return FollowerModel(driver.number, None if known else model, settings, self.form)
 

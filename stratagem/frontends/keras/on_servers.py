@@ -104,7 +104,6 @@ class OnServers:
         driver = self._driver
         self._client = client
         self._adapter = adapter_of(driver.model, replica)
-        driver.schedule = driver.schedule.anew()
         try:
             with driver.leads(call):
                 result = call.run()

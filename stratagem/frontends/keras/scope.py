@@ -120,7 +120,7 @@ def _wrap_compile(keras: Any) -> None:
         if strategy is not None:
             _distribute(self, strategy)
         elif driver is not None:
-            driver.side.recompiled()
+            driver.recompiled()
         return result
 
     compile.stratagem = True  # type: ignore[attr-defined]
