@@ -62,9 +62,9 @@ class AllOf(Gate):
     other members at the same version, by worker 0 only if it is alone. The next batch begins when
     the update is made.
 
-    In `admits`, of the batch under way: `states.had` members have had a part, `here - had` have
-    not, and `of_front` parts are left. A member takes a second part only if more are left than
-    members without one. Until worker 0 has had its part, the last one is reserved for it.
+    In `admits`, `of_front` parts are left of the batch under way. A member takes a second part only
+    if more are left than members without one. Until worker 0 has had its part, the last one is
+    reserved for it.
     """
 
     def admits(self, states: TicketStates, member: ActiveWorker) -> bool:
@@ -74,8 +74,8 @@ class AllOf(Gate):
             return False
         members = states.active_workers.members
         if begun and member.batch == batch:  # it has had its part
-            here = len(members)
-            return queue.of_front > here - states.had and (member.worker != 0 or here == 1)
+            without = sum(each.batch != batch for each in members.values())
+            return queue.of_front > without and (member.worker != 0 or len(members) == 1)
         first = members.get(0, member)
         waits = first is not member and not (begun and first.batch == batch)
         return not waits or queue.of_front > 1  # a part remains for worker 0
@@ -128,9 +128,10 @@ class FirstOf(Gate):
         return _enough(states, self.number(states))
 
     def backup(self, states: TicketStates) -> Ticket | None:
-        if not states.queue.closed or states.copies >= self.spares or self.opens(states):
+        if not states.queue.closed or not states.held or self.opens(states):
             return None
-        if not states.held:
+        copies = sum(len(each.members) - 1 for each in states.held.values())
+        if copies >= self.spares:
             return None
         return min(states.held.values(), key=_copies_then_age).ticket
 

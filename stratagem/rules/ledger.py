@@ -70,7 +70,7 @@ class Ledger:
         if member is None:
             return
         self._return(member)
-        states.disown(member)
+        member.batch = -1
         states.active_workers.leave(member, states.version)
         self.turn += 1
 
@@ -230,7 +230,7 @@ class Ledger:
             states.kept.append(push)
         else:
             states.unserve(member)
-            states.disown(member)
+            member.batch = -1
             if alone:
                 self._requeue_or_lose(ticket)
             self.turn += 1
@@ -243,7 +243,7 @@ class Ledger:
         states.unserve(member)
         if ticket is None:
             return
-        states.disown(member)
+        member.batch = -1
         if states.release(member, ticket):
             self.recorder.requeued += 1
             if not states.queue.put_back(ticket) and (states.kept or states.held):

@@ -4,14 +4,9 @@
       ^                |
       +-- put back ----+   the worker left, or its work came too late (revoke)
 
-A ticket is in one of these places only; several workers may hold copies of it. Counters that gates
-read, and what they always equal:
-
-    copies   the sum over `held` of len(members) - 1
-    served   members whose `stamp` is the version
-    had      in step, members whose `batch` is `TicketStates.batch`, the batch given last
-
-A member has a `ticket` exactly while `held[ticket.serial].members` contains it.
+A ticket is in one of these places only; several workers may hold copies of it. `served` is always
+the number of members whose `stamp` is the version: gates ask for it often, also among thousands. A
+member has a `ticket` exactly while `held[ticket.serial].members` contains it.
 """
 
 from __future__ import annotations
@@ -151,11 +146,9 @@ class TicketStates:
         self.held: dict[int, HeldTicket] = {}
         #: pushes that wait for the gate to open
         self.kept: list[Push] = []
-        self.copies = 0
         self.served = 0
         #: the batch (Ticket.first) of the ticket given last
         self.batch = -1
-        self.had = 0
         #: workers whose ticket was revoked; the reader clears the list
         self.overtaken: list[int] = []
 
@@ -171,22 +164,11 @@ class TicketStates:
             self.held[ticket.serial] = HeldTicket(ticket, [member])
         else:
             held.members.append(member)
-            self.copies += 1
         member.ticket, member.revoked = ticket, None
         if member.stamp != self.version:
             member.stamp = self.version
             self.served += 1
-        batch = ticket.first
-        if self.batch != batch:
-            self.batch, self.had = batch, 0
-        if member.batch != batch:
-            member.batch = batch
-            self.had += 1
-
-    def disown(self, member: ActiveWorker) -> None:
-        """Uncount the member's part of the present batch."""
-        self.had -= member.batch == self.batch
-        member.batch = -1
+        self.batch = member.batch = ticket.first
 
     def release(self, member: ActiveWorker, ticket: Ticket) -> bool:
         """Take a member's ticket from it; return whether no other member has a copy."""
@@ -194,7 +176,6 @@ class TicketStates:
         members.remove(member)
         self._free(member)
         if members:
-            self.copies -= 1
             return False
         del self.held[ticket.serial]
         return True
@@ -208,7 +189,6 @@ class TicketStates:
     def revoke(self, serial: int) -> Ticket:
         """Take a ticket from all members that have it; they are late."""
         held = self.held.pop(serial)
-        self.copies -= len(held.members) - 1
         for member in held.members:
             self._free(member)
             member.revoked = serial

@@ -203,12 +203,11 @@ class Client(Transfers):
         for i in range(1, len(self.lines)):
             self.lines.write(i, {"t": "fetch", "have": self._have[i], "after": after})
         settling = self._settle(after)
-        carry, lines = self._transfer_threads.carry, self.lines.of
-        carry(lines(0)[0], lambda: self._take_values(0, told))
+        self._carry(self.lines.of(0)[0], lambda: self._take_values(0, told))
         for each in settling:  # before values, which these holders may have to send
             self.lines.finish(*each)
         for i in range(1, len(self.lines)):
-            carry(lines(i)[0], partial(self._take_from, i, after))
+            self._carry(self.lines.of(i)[0], partial(self._take_from, i, after))
         ticket = Ticket(*(int(n) for n in told["ticket"]))
         return Assignment(
             ticket, int(told["epoch"]), decode(payload) if "payload" in told else None
@@ -236,7 +235,7 @@ class Client(Transfers):
             "used": used,
         }
         assert self.plan is not None
-        if isinstance(self.plan.updates, Asynchronous) and not self._transfer_threads:
+        if isinstance(self.plan.updates, Asynchronous) and self._threads is None:
             # threads would change the values while the caller may read them
             header["next"], header["strict"] = [self.epoch, self._have[0]], self._strict
         if settings is not None and settings != self._settings:
@@ -327,5 +326,5 @@ class Client(Transfers):
             self.finish_stream()
         else:
             self.lines.hang_up()  # a thread may be waiting for something
-        self._transfer_threads.end()
+        self.end_threads()
         self.lines.close(goodbye=goodbye)

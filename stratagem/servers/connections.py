@@ -13,8 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +104,8 @@ class ShardLines:
         try:
             line.connection.send(header, body)
         except OSError as problem:
-            with self._do_without(i, line, problem):
-                return False
+            self._do_without(i, line, problem)
+            return False
         return True
 
     def receive(self, i: int) -> Frame:
@@ -174,17 +173,15 @@ class ShardLines:
         try:
             line.connection.stream(header, size, parts)
         except OSError as problem:
-            with self._do_without(i, line, problem):
-                return
-        self.finish(i, line)
+            self._do_without(i, line, problem)
+        else:
+            self.finish(i, line)
 
-    @contextmanager
-    def _do_without(self, i: int, line: Line, problem: OSError | None) -> Iterator[None]:
-        """Run the block if another line to the shard is left; raise otherwise."""
+    def _do_without(self, i: int, line: Line, problem: OSError) -> None:
+        """Drop a line that has ended; raise if no other one to the shard is left."""
         error = self._forget(i, line)
         if not isinstance(error, LineLost):
             raise error from problem
-        yield
 
     def _forget(self, i: int, line: Line) -> Exception:
         """Drop a line that has ended; return LineLost if another server holds the shard, else the

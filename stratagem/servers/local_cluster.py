@@ -299,43 +299,45 @@ class LocalServers:
         self._arguments = address, patience, device, cores() // len(address.servers)
         for i in range(len(address.servers)):
             self.pools.append(Pool([f"ps {i}"]))
-            self.pools[i].submit(serve, [(i, *self._arguments)], patiently)
+            self._serve(i)
+
+    def _serve(self, i: int) -> None:
+        self.pools[i].submit(serve, [(i, *self._arguments)], patiently)
+
+    def _ended(self) -> list[int]:
+        """Return the servers that have ended, or failed: they answer nothing else."""
+        controls = [pool.followers[0].control for pool in self.pools]
+        return [controls.index(sock) for sock in select.select(controls, [], [], 0)[0]]
 
     def look(self) -> None:
         """Raise if a server ended before it came up."""
-        for i, pool in enumerate(self.pools):
-            one = pool.followers[0]
-            if select.select([one.control], [], [], 0)[0]:
-                answer = one.answer(0.0)
-                if answer is not None and answer.failed:
-                    raise failed(f"ps {i}", answer.text) from answer.error
-                raise ReplicaLost(
-                    f"ps {i} has ended while it started; its output stands above.", f"ps {i}"
-                )
+        for i in self._ended():
+            answer = self.pools[i].followers[0].answer(0.0)
+            if answer is not None and answer.failed:
+                raise failed(f"ps {i}", answer.text) from answer.error
+            raise ReplicaLost(
+                f"ps {i} has ended while it started; its output stands above.", f"ps {i}"
+            )
 
     def tend(self) -> None:
         """Restart dead servers, but not the first; other servers send them their shards."""
-        for i, pool in enumerate(self.pools):
-            one = pool.followers[0]
-            ended = i > 0 and bool(select.select([one.control], [], [], 0)[0])
-            if ended and one.answer(0.0) is None and pool.orphaned() is None:
-                log.warning("ps %d has ended; another takes its place", i)
+        for i in self._ended():
+            pool = self.pools[i]
+            if i > 0 and pool.followers[0].answer(0.0) is None and pool.orphaned() is None:
                 self._start_again(i)
 
     def revive(self) -> None:
         """Restart every server that has ended."""
-        for i, pool in enumerate(self.pools):
-            one = pool.followers[0]
-            if select.select([one.control], [], [], 0)[0]:
-                if (orphaned := pool.orphaned()) is not None:
-                    raise orphaned
-                log.warning("ps %d has ended; another takes its place", i)
-                self._start_again(i)
+        for i in self._ended():
+            if (orphaned := self.pools[i].orphaned()) is not None:
+                raise orphaned
+            self._start_again(i)
 
     def _start_again(self, i: int) -> None:
+        log.warning("ps %d has ended; another takes its place", i)
         self.pools[i].end()
         self.pools[i] = Pool([f"ps {i}"])
-        self.pools[i].submit(serve, [(i, *self._arguments)], patiently)
+        self._serve(i)
 
     def end(self) -> None:
         for pool in self.pools:

@@ -36,18 +36,6 @@ def copy_of(shard: Shard) -> tuple[dict[str, Any], list[Tensor]]:
         return header, [encode([taken.values.cpu(), taken.states, store.sum.copy()])]
 
 
-def send_copy(
-    copy: tuple[dict[str, Any], list[Tensor]], shard: int, address: str, secret: bytes, limit: float
-) -> None:
-    """Send a copy to the server at this address, and wait until it arrived."""
-    hello = {"hello": "source", "name": f"the holder of shard {shard}", "shard": shard}
-    there = Member(f"ps of shard {shard}", address)
-    (connection,) = connect_all([there], secret, hello, limit, answers=False)
-    with connection:
-        connection.send(*copy)
-        connection.receive()
-
-
 def take_copy(shard: Shard, connection: Connection) -> None:
     """Take over another holder's copy."""
     frame = connection.receive()
@@ -95,12 +83,17 @@ class HeldHere:
                 shard.failure = failure
 
     def send_copy(self, number: int, address: str) -> None:
-        """Copy a shard as it is now, and send it in a thread."""
+        """Copy a shard as it is now, and send it to the server at this address in a thread."""
         copy = copy_of(self.of(number))
+        hello = {"hello": "source", "name": f"the holder of shard {number}", "shard": number}
+        there = [Member(f"ps of shard {number}", address)]
 
         def send() -> None:
             try:
-                send_copy(copy, number, address, self._secret, self._limit)
+                (line,) = connect_all(there, self._secret, hello, self._limit, answers=False)
+                with line:
+                    line.send(*copy)
+                    line.receive()  # it has arrived
             except (OSError, ReplicaError) as problem:
                 log.info("the copy of shard %d did not arrive: %s", number, problem)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,41 +75,6 @@ class TransferThread:
                     self._idle.set()
 
 
-class TransferThreads:
-    """A worker's transfer threads: one per line, made when first needed; none until `begin`."""
-
-    def __init__(self) -> None:
-        self._begun = False
-        self._threads: dict[Hashable, TransferThread] = {}
-
-    def __bool__(self) -> bool:
-        """Whether threads carry the transfers."""
-        return self._begun
-
-    def begin(self) -> None:
-        self._begun = True
-
-    def carry(self, line: Hashable, errand: Callable[[], None]) -> None:
-        """Run an errand after all earlier ones of this line."""
-        if not self._begun:
-            errand()
-            return
-        if line not in self._threads:
-            self._threads[line] = TransferThread("transfer")
-        self._threads[line].send(errand)
-
-    def wait(self) -> None:
-        """Wait until all errands are done; raise the error of one that failed."""
-        for thread in list(self._threads.values()):
-            thread.wait()
-
-    def end(self) -> None:
-        for thread in self._threads.values():
-            thread.end()
-        self._threads.clear()
-        self._begun = False
-
-
 _MUCH = 1 << 20  # bytes of values from which threads pay off
 
 
@@ -118,7 +83,8 @@ class Transfers(ServerState):
 
     def __init__(self, index: int, lines: Connections) -> None:
         super().__init__(index, lines)
-        self._transfer_threads = TransferThreads()
+        #: by line; made when first needed. None: the caller's thread carries everything
+        self._threads: dict[Line, TransferThread] | None = None
         #: by shard: the gradient that was sent last
         self._laid: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
         #: how many orders had been given when the last ticket was
@@ -137,9 +103,29 @@ class Transfers(ServerState):
         self._leftovers = False
         #: by variable: whether it has had a gradient; whether any of them was sparse
         self._had, self._sparse = [False] * len(memory.params), False
-        self._transfer_threads.end()
+        self.end_threads()
         if not self.lines.near and memory.values.nbytes >= _MUCH:
-            self._transfer_threads.begin()
+            self._threads = {}
+
+    def end_threads(self) -> None:
+        """End the transfer threads."""
+        threads, self._threads = self._threads, None
+        for thread in (threads or {}).values():
+            thread.end()
+
+    def _carry(self, line: Line, errand: Callable[[], None]) -> None:
+        """Run an errand after all earlier ones of this line."""
+        if self._threads is None:
+            errand()
+            return
+        if line not in self._threads:
+            self._threads[line] = TransferThread("transfer")
+        self._threads[line].send(errand)
+
+    def _wait_for_threads(self) -> None:
+        """Wait until all errands are done; raise the error of one that failed."""
+        for thread in list((self._threads or {}).values()):
+            thread.wait()
 
     @property
     def version(self) -> int:
@@ -157,7 +143,7 @@ class Transfers(ServerState):
     def arrive(self) -> None:
         """Wait for the values that come with a ticket."""
         with METER.sending():
-            self._transfer_threads.wait()
+            self._wait_for_threads()
         self.memory.arrived()
         self.lines.news = max(self.lines.news, self.version)
 
@@ -197,7 +183,7 @@ class Transfers(ServerState):
 
         `listens` keeps the coordinator's connection free for its news.
         """
-        if self._transfer_threads and self.memory.streams:
+        if self._threads is not None and self.memory.streams:
             self.memory.begin()
             self._streamed = set(range(int(listens), len(self.lines)))
             stream, memory = self.lines.stream, self.memory
@@ -205,17 +191,16 @@ class Transfers(ServerState):
             for i in self._streamed:
                 for line in self.lines.of(i):
                     size, parts = memory.outbox.part(i).nbytes, memory.parts(i)
-                    errand = partial(stream, i, line, header, size, parts)
-                    self._transfer_threads.carry(line, errand)
+                    self._carry(line, partial(stream, i, line, header, size, parts))
 
     def finish_stream(self) -> set[int]:
         """Wait for gradients that were sent during backward; return their servers."""
-        if not self._transfer_threads:
+        if self._threads is None:
             return set()
         streamed, self._streamed = self._streamed, set()
         if streamed:
             self.memory.complete()
-            self._transfer_threads.wait()
+            self._wait_for_threads()
         # Streaming begins once every variable has had a gradient and none was sparse.
         used = self.memory.used() or [True] * len(self._had)
         self._had = [a or b for a, b in zip(self._had, used, strict=True)]

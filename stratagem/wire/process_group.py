@@ -111,11 +111,11 @@ class ProcessGroup:
         self._turn += 1
         since = METER.begin_wait()
         try:
-            self._wait(work)
+            self._wait(work, partial(self._lateness.waiting, self._turn))
         finally:
             METER.end_wait(since)
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, late: Callable[[float], None]) -> None:
         started, glance = time.monotonic(), _SOON
         while self._backend == "gloo" and not work.is_completed():
             try:
@@ -126,7 +126,7 @@ class ProcessGroup:
                 waited = time.monotonic() - started
                 glance = _SOON if waited < _LONG else _GLANCE
                 self._watch(waited)
-                self._lateness.waiting(self._turn, waited)
+                late(waited)
         work.wait()
 
     def _do(self, work: Any) -> None:
@@ -264,21 +264,17 @@ class ProcessGroup:
 
     def wait_for(self, work: BackgroundWork, member: int) -> None:
         """Wait for work that needs one member, while watching it."""
-        started, said = time.monotonic(), FIRST
-        while not work.is_completed():
-            try:
-                work.wait(_GLANCE)
-            except RuntimeError:
-                if work.is_completed():
-                    break
-                waited = time.monotonic() - started
-                self._watch(waited)
-                if self._late is not None and waited >= self._late.seconds:
-                    self._late.give_up(self._names[member], waited)
-                if waited >= said:
-                    said = waited + AGAIN
-                    say_late(self._names[member], waited)
-        work.wait()
+        said = FIRST
+
+        def late(waited: float) -> None:
+            nonlocal said
+            if self._late is not None and waited >= self._late.seconds:
+                self._late.give_up(self._names[member], waited)
+            if waited >= said:
+                said = waited + AGAIN
+                say_late(self._names[member], waited)
+
+        self._wait(work, late)
 
     def abort(self) -> None:
         """Abort what is under way; Gloo cannot."""

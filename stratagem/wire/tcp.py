@@ -4,18 +4,22 @@
     connection = connect("10.0.0.5:2222", secret, limit=5)
     connection.send({"push": 7}, [gradient])
 
-A peer proves the job's secret before a byte of it is parsed; what follows is encrypted unless the
-address is of this machine only (loopback, Unix).
+`unix:@name` is a Unix socket in Linux's abstract namespace, without a file. A peer proves the job's
+secret before a byte of it is parsed; what follows is encrypted unless the address is of this
+machine only (loopback, Unix). The kernel sizes the buffers; fixed ones were no faster.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from stratagem.cluster import sockets
 from stratagem.cluster.acceptor import GREETING, Acceptor
 from stratagem.cluster.failure import Member
 from stratagem.cluster.framing import VERSION
@@ -23,8 +27,7 @@ from stratagem.cluster.handshake import peer_name, prove, recv_note, send_note
 from stratagem.cluster.parsing import quote
 from stratagem.cluster.sockets import not_in_children
 from stratagem.cluster.waiting import FIRST, Wait, reach
-from stratagem.errors import HandshakeError
-from stratagem.wire.address import call, encrypted, is_unix, listen, local_address, tune
+from stratagem.errors import ClusterError, HandshakeError
 from stratagem.wire.channel import PlainChannel
 from stratagem.wire.connection import Connection, Frame, WireError
 from stratagem.wire.tls import TlsChannel, context, shake_hands, wrap
@@ -42,7 +45,59 @@ __all__ = [
 log = logging.getLogger("stratagem")
 
 TRY = 2.0  # seconds for one try to connect
+_UNIX = "unix:@"
+_KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LOOK = 0.1  # seconds between two calls of `watch` while a peer does not answer
+
+
+def local_address() -> str:
+    """Return a new address for processes of this machine; unguessable, where Linux has such."""
+    if sys.platform == "linux":
+        return f"{_UNIX}stratagem-{secrets.token_hex(16)}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def encrypted(address: str, tls: bool | None) -> bool:
+    """Whether to encrypt: as `tls` says, or if None, unless the address is local."""
+    if address.startswith(_UNIX):
+        return False
+    try:
+        local = sockets.is_loopback(address)
+    except ValueError as problem:
+        raise ClusterError(
+            f"the address {quote(address)} {problem}; correct: 10.0.0.5:2222, or unix:@name"
+        ) from None
+    return not local if tls is None else tls
+
+
+def _call(address: str, limit: float) -> socket.socket:
+    """Connect within `limit` seconds; OSError if no listener answers."""
+    if not address.startswith(_UNIX):
+        return sockets.connect(address, limit)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(limit)
+        sock.connect("\0" + address.removeprefix(_UNIX))
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _listen(address: str, who: str) -> socket.socket:
+    """Listen on an address of this machine, on that interface only."""
+    if not address.startswith(_UNIX):
+        return sockets.listen(address, who)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind("\0" + address.removeprefix(_UNIX))
+        sock.listen(128)
+    except OSError as problem:
+        sock.close()
+        raise ClusterError(f"{who} cannot listen on {address}: {problem.strerror}") from problem
+    return sock
 
 
 def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = None) -> Connection:
@@ -54,9 +109,9 @@ def connect(address: str, secret: bytes, *, limit: float, tls: bool | None = Non
     if encrypt:
         context(secret, False)  # slow the first time, so not while the peer waits
     deadline = time.monotonic() + limit
-    sock = call(address, limit)
+    sock = _call(address, limit)
     connection = meet(sock, secret, server=False, tls=encrypt, limit=deadline - time.monotonic())
-    if not is_unix(address):
+    if not address.startswith(_UNIX):
         connection.peer = address
     return connection
 
@@ -142,7 +197,7 @@ class Listener:
         self._tls = encrypted(address, tls)
         if self._tls:
             context(secret, True)
-        self._door = Acceptor(listen(address, who), secret, self._greet, f"{who} at {address}")
+        self._door = Acceptor(_listen(address, who), secret, self._greet, f"{who} at {address}")
         self._door.open()
 
     def close(self) -> None:
@@ -186,7 +241,8 @@ def meet(
     deadline, peer = time.monotonic() + limit, peer_name(sock)
     not_in_children(sock)
     try:
-        tune(sock)
+        if sock.family != socket.AF_UNIX:
+            _keep_alive(sock)
         if not server:
             prove(sock, secret, limit=_left(deadline))
         send_note(sock, {"wire": VERSION, "tls": tls}, limit=_left(deadline))
@@ -199,6 +255,14 @@ def meet(
     except BaseException:
         sock.close()
         raise
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Use keepalive to notice a machine that is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _agree(peer: str, note: dict[str, object], tls: bool) -> None:

@@ -15,9 +15,8 @@ from stratagem.cluster import acceptor
 from stratagem.cluster.handshake import prove, recv_note, send_note
 from stratagem.errors import ClusterError, HandshakeError
 from stratagem.wire import tcp
-from stratagem.wire.address import encrypted
 from stratagem.wire.connection import Frame
-from stratagem.wire.tcp import Connection, Listener, connect, local_address
+from stratagem.wire.tcp import Connection, Listener, connect, encrypted, local_address
 from tests.clock import PATIENCE, in_time
 from tests.cluster.server_proof import demand_proof
 from tests.wire.wire_pairs import (
