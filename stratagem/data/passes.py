@@ -20,10 +20,6 @@ from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.errors import UsageError
 
 
-def _nothing() -> None:
-    return None
-
-
 class PassJournal:
     """Records the generators' states when a pass over one source begins, and resumes a pass."""
 
@@ -36,7 +32,7 @@ class PassJournal:
         self.seen = 0
         self._skip, self._seeded = 0, False
         self._states: dict[str, Any] | None = None
-        self._then: Callable[[], None] = _nothing
+        self._then: Callable[[], None] = lambda: None
         #: while a pass has begun and drawn nothing
         self._dice: Sequence[torch.Generator] | None = None
         #: of the last batches of row numbers: their count so far, and a digest of all until then
@@ -104,7 +100,7 @@ class PassJournal:
 
     def then(self) -> None:
         """Run `then` of `go_on`, now that the batches that were seen are skipped."""
-        then, self._then = self._then, _nothing
+        then, self._then = self._then, lambda: None
         then()
 
     def leave(self) -> None:

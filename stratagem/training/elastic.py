@@ -22,14 +22,6 @@ from stratagem.training.termination import Termination
 IN_VAIN = 3
 
 
-def _do_nothing() -> None:
-    return None
-
-
-def _never() -> bool:
-    return False
-
-
 def _reraise(error: BaseException) -> None:
     raise error
 
@@ -43,13 +35,13 @@ class Again:
     #: whether the caller needs the results of all replicas, not only of this process
     whole: bool = False
     #: whether the call is about to end, so that the remaining replicas suffice, however few
-    hurry: Callable[[], bool] = _never
+    hurry: Callable[[], bool] = lambda: False
     #: whether another process can become the chief of the call, where the job outlives the chief
     inherited: bool = False
     #: whether standbys can follow the call, and replace a follower within its steps
     followed: bool = False
     #: lets tasks join, once the call can be begun again; set by the replica group
-    let_join: Callable[[], None] = _do_nothing
+    let_join: Callable[[], None] = lambda: None
     #: forms the group again in mid-call, which goes on in this process while the other replicas
     #: begin anew; raises if the job ends
     regroup: Callable[[BaseException], None] = _reraise

@@ -77,14 +77,6 @@ class LoopState:
         self.warned.discard("apart")
 
 
-def _no_others(name: str, op: CrossDeviceOps) -> Collective:
-    return Alone()
-
-
-def _nothing() -> None:
-    return None
-
-
 @dataclass(eq=False)
 class Replica:
     """What `sg.current_replica()` returns: inside `strategy.run`, and in a process that is one."""
@@ -96,7 +88,9 @@ class Replica:
     collective: Collective = field(repr=False)
     membership: Membership = field(repr=False)
     #: opens another collective of all replicas; collective itself
-    connect: Callable[[str, CrossDeviceOps], Collective] = field(repr=False, default=_no_others)
+    connect: Callable[[str, CrossDeviceOps], Collective] = field(
+        repr=False, default=lambda name, op: Alone()
+    )
     #: its number among the replicas of its own process
     local_index: int = 0
     #: the operations that these replicas can run, the main collective's own first
@@ -109,7 +103,7 @@ class Replica:
     #: on the chief of a fit or an evaluation: random numbers for the data, apart from the model's
     streams: RandomStreams | None = field(default=None, init=False, repr=False)
     #: frees the memory in which a call came to this process's followers, once all have met
-    release_call: Callable[[], None] = field(default=_nothing, repr=False)
+    release_call: Callable[[], None] = field(default=lambda: None, repr=False)
     loop: LoopState = field(default_factory=LoopState, init=False, repr=False)
     #: its number among the stages of a pipeline
     stage: int | None = field(default=None, init=False, repr=False)
