@@ -100,8 +100,8 @@ VARIABLE = "STRATAGEM_GPU_MEMORY"
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[KMGT]i?B)?", re.IGNORECASE)
 
 
-_ON_GPUS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation."
-_ON_CPUS = 'PipelineStrategy(["cpu:0", "cpu:1"]), which splits the model itself.'
+_SPLIT = 'PipelineStrategy(["{kind}:0", "{kind}:1"]), which splits the model itself.'
+_ON_GPUS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation; "
 
 
 def fraction(limit: str, total: int) -> float:
@@ -148,7 +148,8 @@ def explain_out_of_memory(devices: Sequence[str]) -> Iterator[None]:
             f"Out of memory on {', '.join(devices)}. What helps, cheapest first: a smaller "
             "batch_size with compile(accumulate=...), so that the update stays the same; "
             'compile(precision="bfloat16"); more replicas, each with a smaller share; '
-            + (_ON_GPUS if gpu else _ON_CPUS)
+            + (_ON_GPUS if gpu else "")
+            + _SPLIT.format(kind="cuda" if gpu else "cpu")
             + (f" This task may use {limit} of the GPU (--gpu-memory)." if limit else "")
         )
         raise
