@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
-	@echo "make demo-large  a network that does not fit into one process trains in two stages"
+	@echo "make demo-large  a network that does not fit into one process trains in two stages; GPU=1: on one GPU"
 	@echo "make test    style, types, and all tests but the slow ones"
 	@echo "make test-slow  those: whole programs, notebooks and studies from their start"
 	@echo "make test-late  the tests that a run has listed in STRATAGEM_SECOND_TRIES, once more and alone"
@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 demo-large: $(READY)
-	$(BIN)/python examples/large.py
+	$(BIN)/python examples/large.py $(if $(GPU),--gpu)
 
 style: $(READY)
 	$(BIN)/ruff check .

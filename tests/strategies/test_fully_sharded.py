@@ -357,6 +357,15 @@ def test_layers_of_keras_are_refused(pair: sg.ShardedStrategy) -> None:
         net.fit(*data(40), verbose=0)
 
 
+def test_custom_loops_are_refused(pair: sg.ShardedStrategy) -> None:
+    def loop() -> None:
+        module = mlp()
+        pair.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    with pytest.raises(sg.NotDistributable, match="a loop of your own updates whole ones; use sg"):
+        pair.run(loop)
+
+
 def test_a_layer_that_some_replicas_use_is_refused(pair: sg.ShardedStrategy) -> None:
     x, y = data(40)
     x[:20, 0], x[20:, 0] = 1.0, -1.0

@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem.training.replica import current_replica
 from tests.clock import in_time
 from tests.strategies.test_pipeline import Knotted, adam, deep, doubles, fitted, sgd, shuffled
-from tests.strategies.test_pipeline_faults import Break, Mishap
+from tests.strategies.test_pipeline_faults import Break, Mishap, fit, normalised_by_pieces
 from tests.support import by_hand, cpus, data, distance, mlp, moved
 
 pytestmark = pytest.mark.timeout(120)
@@ -31,7 +31,7 @@ PATIENT = sg.Patience(answer=30.0)
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[sg.Mesh]:
-    made = sg.Mesh(data=2, stage=2, microbatches=2, patience=PATIENT)
+    made = sg.Mesh(2, 2, microbatches=2, batch_norm="microbatch", patience=PATIENT)
     yield made
     made.close()
 
@@ -201,6 +201,15 @@ def test_a_training_goes_on_exactly(two: sg.Mesh, tmp_path: Path) -> None:
 
 def test_rows_are_shuffled_as_on_one_device(two: sg.Mesh) -> None:
     shuffled(two)
+
+
+def test_batch_norm_by_microbatch(two: sg.Mesh) -> None:
+    """Of a row; running statistics are the mean over the rows when an epoch ends."""
+    torch.manual_seed(0)
+    normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+    one = normalised_by_pieces(normed, rows=2, pieces=2, epochs=2)
+    assert distance(one, fit(two, normed, shuffle=False, epochs=2).module) < 1e-12
+    assert moved(normed, one)
 
 
 def test_dropout_is_repeatable(two: sg.Mesh) -> None:

@@ -6,6 +6,9 @@ Messages go through the host's memory.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,6 +90,18 @@ def test_rows_of_pipelines_on_a_gpu_and_on_cpus() -> None:
     with sg.Mesh(2, 2, ["cuda:0", "cpu:0", "cpu:1", "cpu:2"], microbatches=2) as on:
         model = fitted(on, module, x, y, optimizer=adam, batch=7)
     assert distance(one, model.module.cpu()) < 1e-12
+
+
+def test_under_one_limit_one_process_fails_and_two_on_the_same_gpu_train() -> None:
+    """`make demo-large GPU=1`."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "examples" / "large.py"), "--gpu"]
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=230)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = done.stdout.split("two stages:")
+    assert "Out of memory on cuda:0" in one and 'PipelineStrategy(["cuda:0", "cuda:1"])' in one
+    assert "trained: loss" in two
 
 
 def test_what_is_refused_on_gpus() -> None:

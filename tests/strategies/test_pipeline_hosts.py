@@ -144,6 +144,15 @@ def test_a_keras_model(apart_pair: sg.PipelineStrategy) -> None:
     assert max(float((a.value - b.value).abs().max()) for a, b in slots) < 1e-6
 
 
+def test_custom_loops_are_refused(apart_pair: sg.PipelineStrategy) -> None:
+    def loop() -> None:
+        module = deep()
+        apart_pair.prepare(module, adam(module.parameters()))
+
+    with pytest.raises(sg.NotDistributable, match=r"on other hosts or devices; use sg\.Model"):
+        apart_pair.run(loop)
+
+
 def test_a_failure_leaves_no_old_layers(
     apart_pair: sg.PipelineStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -136,6 +136,18 @@ def test_settings(options: dict[str, Any], words: str) -> None:
         sg.PipelineStrategy(**{"devices": cpus(2), **options})
 
 
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine with GPUs."""
+    monkeypatch.setattr("stratagem.training.devices._is_present", lambda device: True)
+    gpus = ["cuda:0", "cuda:1"]
+    with pytest.raises(sg.NotDistributable, match=r"columns run on CPUs so far.*cuda:0, cuda:1; l"):
+        sg.PipelineStrategy(gpus, columns=4)
+    with pytest.raises(sg.NotDistributable, match=r"divided over CPUs of one machine so far.*cuda"):
+        sg.TensorParallelStrategy(gpus)
+    with pytest.raises(sg.NotDistributable, match=r"on CPUs and NVIDIA's GPUs, and the .* mps:0"):
+        sg.PipelineStrategy(["mps:0", "cpu:0"])
+
+
 def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
     with pytest.raises(sg.UsageError, match="name them, as in"):

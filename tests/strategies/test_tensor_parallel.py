@@ -252,6 +252,19 @@ def test_clipping_by_the_norm_of_all_parts_and_accumulation(group: Group, accumu
     assert distance(one, model.module) < 1e-12
 
 
+def test_sample_weights_and_mixed_precision(group: Group) -> None:
+    """In bfloat16 sums over the parts are rounded once more."""
+    module, (x, y) = net(), doubles(33)
+    weight = torch.rand(33, generator=torch.Generator().manual_seed(1)).double()
+    one, two = (fitted(on, module, x, y, fit={"sample_weight": weight}) for on in (None, group(2)))
+    assert distance(one.module, two.module) < 1e-12
+    assert distance(one.module, fitted(None, module, x, y).module) > 1e-3
+    module, half = module.float(), {"precision": "bfloat16"}
+    one, two = (fitted(on, module, x.float(), y, **half) for on in (None, group(2)))
+    assert distance(one.module, two.module) < 0.01 < distance(module, two.module)
+    assert distance(two.module, fitted(group(2), module, x.float(), y).module) > 1e-5
+
+
 class Tempered(nn.Module):
     """A loss with a parameter, and with the model's last weight."""
 

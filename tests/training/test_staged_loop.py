@@ -421,7 +421,7 @@ def test_a_process_that_dies_is_named(stages: str, request: pytest.FixtureReques
         model(doubles(7)[0]).sum().backward()
 
     began = time.monotonic()
-    with pytest.raises(sg.ReplicaLost, match="replica 1 .* was killed by SIGKILL"):
+    with pytest.raises(sg.ReplicaLost, match=r"replica 1 .* was killed by SIGKILL"):
         on.run(loop)
     in_time(time.monotonic() - began, 5.0)
     both(training, deep(), on)  # it can be used again

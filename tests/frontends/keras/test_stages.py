@@ -248,6 +248,50 @@ def test_a_loss_that_a_mask_divides(pipe: Pipe) -> None:
         trained(pipe(2, 2), tagger, words, tags)
 
 
+def test_a_loss_that_ignores_a_class(pipe: Pipe) -> None:
+    """It is divided by the rows of other classes, which Keras marks by a mask."""
+    x, y = numbers(23)
+    ignoring = lambda: SPARSE(from_logits=True, ignore_class=1)  # noqa: E731
+    same(pipe(2, 1), deep, x, y, loss=ignoring)
+    with pytest.raises(sg.ReplicaFailed, match="divided by a mask"):
+        trained(pipe(2, 2), deep, x, y, loss=ignoring)
+
+
+@pytest.mark.slow
+def test_batch_normalization_by_microbatch() -> None:
+    """On a pipeline and on a mesh, of whose rows the running statistics are averaged."""
+    (x, y), sgd = numbers(16), keras.optimizers.SGD
+
+    def normed() -> Any:
+        body = [layers.Dense(8), layers.BatchNormalization(momentum=0.5), layers.Dense(3)]
+        return keras.Sequential([keras.Input((6,)), *body])
+
+    fresh = normed()
+    parts = [
+        trained(None, normed, x[i : i + 4], y[i : i + 4], batch=4, epochs=1, optimizer=sgd)[0]
+        for i in range(0, 16, 4)
+    ]
+    patient = sg.Patience(answer=30.0)
+    for rows, on in (
+        (1, sg.PipelineStrategy(cpus(2), 4, batch_norm="microbatch")),
+        (2, sg.Mesh(2, 2, microbatches=2, batch_norm="microbatch", patience=patient)),
+    ):
+        with on:
+            model, _ = trained(on, normed, x, y, epochs=1, optimizer=sgd)
+        for place, variable in enumerate(model.weights):
+            each = [part.weights[place].numpy() for part in parts]
+            expected = sum(each) / 4
+            if not variable.trainable:  # from the statistics of four pieces, one after another
+                start = fresh.weights[place].numpy()
+                by_row = np.stack([2 * value - start for value in each]).reshape(rows, -1, 8)
+                expected = np.stack([start] * rows)
+                for piece in by_row.swapaxes(0, 1):
+                    expected = (expected + piece) / 2
+                expected = expected.mean(0)
+            np.testing.assert_allclose(variable.numpy(), expected, atol=1e-6)
+        assert apart(model, parts[0]) > 1e-3
+
+
 def test_batch_normalization_with_one_microbatch(pipe: Pipe) -> None:
     def normed() -> Any:
         inner = [layers.Dense(8), layers.BatchNormalization(), layers.Dense(3)]
@@ -446,11 +490,20 @@ def test_refusals(pipe: Pipe) -> None:
         trained(pipe(5, 2), deep, x, y)
     with pytest.raises(sg.UsageError, match="'nowhere', and the model has no layer"):
         trained(pipe(2, 2, split=["nowhere"]), deep, x, y)
-    for words, option in (("columns", {"columns": 2}), ("largest of 2 stages", {"memory": 1e3})):
+    for words, option in (
+        ("columns cut torch's", {"columns": 2}),
+        ("largest of 2 stages", {"memory": 1e3}),
+        ("Keras models run on CPUs so far, and the devices here are cuda:0, cpu:0", {}),
+    ):
         on = sg.PipelineStrategy(cpus(2), **option)  # type: ignore[arg-type]
+        group: Any = on.replica_group
+        with on.scope():
+            model = deep()
+            model.compile(loss="mse")
+        group.devices = group.devices if option else ("cuda:0", "cpu:0")
         with pytest.raises(sg.NotDistributable, match=words):
-            trained(on, deep, x, y)
-        assert on.replica_group.replica is None  # type: ignore[attr-defined]
+            model.fit(x, y, verbose=0)
+        assert group.replica is None
 
 
 def test_keras_models_in_the_place_of_modules(pipe: Pipe) -> None:
