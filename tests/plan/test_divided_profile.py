@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 import stratagem as sg
 from stratagem.plan.divided_profile import with_played
 from stratagem.plan.layer_profile import with_layers
+from stratagem.plan.measure import rehearse
 from stratagem.plan.profile import DividedLayers
-from stratagem.training.dry_run import DryRun
+from stratagem.training.dry_run import DryRun, DryRunHandedOver, instead_of_fit
 from tests.plan.support import profile
 
 ROWS = 6
@@ -119,7 +121,9 @@ def test_layers_and_stages_are_measured_in_the_models_precision(
     monkeypatch.setattr("stratagem.plan.measure.crowd", lambda *given: ((2, 1e-3),))
     model = sg.Model(nn.Sequential(nn.Linear(8, 16), Half(), nn.Linear(16, 8)))
     model.compile("sgd", "cross_entropy", precision="bfloat16")
-    given = torch.randn(ROWS, 8), torch.randint(0, 8, (ROWS,))
-    found = sg.plan(model, given, hosts=1).plan.profile
+    trials: list[DryRun] = []
+    with instead_of_fit(trials.append), suppress(DryRunHandedOver):
+        model.fit(torch.randn(ROWS, 8), torch.randint(0, 8, (ROWS,)))
+    found = rehearse(trials[0])
     assert (found.unpiped, found.undivided) == ("", "")
     assert found.stage_times and found.divided is not None and found.divided.played
