@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from types import MethodType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from stratagem.errors import UsageError
 from stratagem.frontends.callback_changes import CallbackChanges
-from stratagem.frontends.callbacks import Callback, LambdaCallback, Logs, Progress, takes
+from stratagem.frontends.callbacks import Callback, LambdaCallback, Progress, takes
 
-#: Lightning's hook names, and their equivalents here
-_LIGHTNING_HOOKS = {
-    "on_fit_start": "on_train_begin",
-    "on_fit_end": "on_train_end",
-    "on_train_start": "on_train_begin",
-    "on_train_epoch_start": "on_epoch_begin",
-    "on_train_epoch_end": "on_epoch_end",
-    "on_train_batch_start": "on_train_batch_begin",
-    "on_validation_start": "on_test_begin",
-    "on_validation_end": "on_test_end",
-    "on_validation_epoch_start": "on_test_begin",
-    "on_validation_epoch_end": "on_test_end",
-    "on_validation_batch_start": "on_test_batch_begin",
-    "on_validation_batch_end": "on_test_batch_end",
-    "on_test_start": "on_test_begin",
-    "on_test_batch_start": "on_test_batch_begin",
-    "on_predict_start": "on_predict_begin",
-    "on_predict_batch_start": "on_predict_batch_begin",
+#: what turns Lightning's hook names into those here, in this order
+_LIGHTNING = {
+    "_start": "_begin",
+    "on_fit": "on_train",
+    "validation": "test",
+    "train_epoch": "epoch",
+    "test_epoch": "test",
 }
 
 
@@ -44,8 +31,11 @@ def overrides(callback: Callback, name: str) -> bool:
 
 def _refuse_unknown(callback: Callback) -> None:
     """Raise for Lightning's hook names, which would never be called."""
-    for name, ours in _LIGHTNING_HOOKS.items():
-        if hasattr(callback, name):
+    for name in dir(callback):
+        ours = name
+        for theirs, here in _LIGHTNING.items():
+            ours = ours.replace(theirs, here)
+        if ours != name and ours.startswith("on_") and hasattr(Callback, ours):
             raise UsageError(
                 f"{type(callback).__name__}.{name} would never be called; here it is {ours}. There "
                 f"are {Callback.names()}."
@@ -57,41 +47,39 @@ class CallbackList:
 
     def __init__(self, callbacks: Sequence[Callback], model: Any, params: dict[str, Any]) -> None:
         self.callbacks = list(callbacks)
-        self._model = model
+        #: the model in training; None without callbacks
+        self.model = model
         for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise UsageError(_no_callback(callback))
             _refuse_unknown(callback)
             callback.set_model(model)
             callback.set_params(params)
-        self._begin = self._overriding("on_train_batch_begin", "on_batch_begin")
-        self._begun = [_with_logs(c.on_train_batch_begin, 1) for c in self._begin]
-        self._end = self._overriding("on_train_batch_end", "on_batch_end")
-        self._test_begin = self._overriding("on_test_batch_begin")
-        self._test_end = self._overriding("on_test_batch_end")
-        self._predict_begin = self._overriding("on_predict_batch_begin")
-        self._predict_end = self._overriding("on_predict_batch_end")
-        self._logs = LastLogs()
+        #: by name: the methods of all callbacks that have such a hook
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        #: the logs of the last batch, which a callback may have kept
+        self._last: weakref.ref[RunningLogs] | None = None
         #: callbacks with a hook around training batches
-        self.at_batches = [*self._begin, *self._end]
+        self.at_batches = [
+            *self._with("train_batch_begin", "batch_begin"),
+            *self._with("train_batch_end", "batch_end"),
+        ]
         #: whether a callback has a hook around batches of a validation, or of `predict`
-        self.between_tests = bool(self._test_begin + self._test_end)
-        self.between_predictions = bool(self._predict_begin + self._predict_end)
+        self.between_tests = bool(self._with("test_batch_begin", "test_batch_end"))
+        self.between_predictions = bool(self._with("predict_batch_begin", "predict_batch_end"))
         #: whether a callback has a hook around a validation
-        self.around_tests = self.between_tests or bool(
-            self._overriding("on_test_begin", "on_test_end")
-        )
+        self.around_tests = self.between_tests or bool(self._with("test_begin", "test_end"))
         #: whether a callback may change something between two steps
-        self.between_steps = any(not isinstance(c, Progress) for c in self._begin + self._end)
+        self.between_steps = any(not isinstance(c, Progress) for c in self.at_batches)
         own = any(
             isinstance(c, LambdaCallback) or not type(c).__module__.startswith("stratagem.")
             for c in self.callbacks
         )
         self.changes = CallbackChanges(model if self.callbacks else None, own=own)
 
-    def _overriding(self, *names: str) -> list[Callback]:
+    def _with(self, *names: str) -> list[Callback]:
         """Return the callbacks that override one of these hooks."""
-        return [c for c in self.callbacks if any(overrides(c, name) for name in names)]
+        return [c for c in self.callbacks if any(overrides(c, f"on_{name}") for name in names)]
 
     @classmethod
     def none(cls) -> CallbackList:
@@ -102,106 +90,49 @@ class CallbackList:
         return any(c.reads_optimizer_state for c in self.callbacks)
 
     @property
-    def model(self) -> Any:
-        """The model in training; None without callbacks."""
-        return self._model
-
-    @property
     def stop(self) -> bool:
-        return self._model is not None and bool(self._model.stop_training)
+        return self.model is not None and bool(self.model.stop_training)
 
-    def train_begin(self) -> None:
-        self.changes.mark()
-        for callback in self.callbacks:
-            _with_logs(callback.on_train_begin)()
+    def call(self, name: str, *given: Any, tally: Any = None) -> None:
+        """Call the hook `on_<name>` of every callback.
 
-    def train_end(self) -> None:
-        for callback in self.callbacks:
-            _with_logs(callback.on_train_end)()
-
-    def epoch_begin(self, epoch: int) -> None:
-        self.changes.mark()
-        for callback in self.callbacks:
-            _with_logs(callback.on_epoch_begin, 1)(epoch)
-
-    def epoch_end(self, epoch: int, logs: Logs) -> None:
-        self.changes.mark()
-        for callback in self.callbacks:
-            callback.on_epoch_end(epoch, logs)
-
-    def test_begin(self) -> None:
-        self.changes.mark()
-        for callback in self.callbacks:
-            _with_logs(callback.on_test_begin)()
-
-    def test_end(self, logs: Logs) -> None:
-        self.changes.mark()
-        for callback in self.callbacks:
-            callback.on_test_end(logs)
-
-    @torch.enable_grad()
-    def test_batch_begin(self, batch: int) -> None:
-        self._logs.keep()
-        for callback in self._test_begin:
-            _with_logs(callback.on_test_batch_begin, 1)(batch)
-
-    @torch.enable_grad()
-    def test_batch_end(self, batch: int, tally: Any) -> None:
-        self.changes.mark()
-        logs = self._logs.of(tally)
-        for callback in self._test_end:
-            callback.on_test_batch_end(batch, logs)
-
-    def predict_begin(self) -> None:
-        for callback in self.callbacks:
-            _with_logs(callback.on_predict_begin)()
-
-    def predict_end(self) -> None:
-        for callback in self.callbacks:
-            _with_logs(callback.on_predict_end)()
-
-    @torch.enable_grad()
-    def predict_batch_begin(self, batch: int) -> None:
-        for callback in self._predict_begin:
-            _with_logs(callback.on_predict_batch_begin, 1)(batch)
-
-    @torch.enable_grad()
-    def predict_batch_end(self, batch: int, outputs: Any) -> None:
-        self.changes.mark()
-        for callback in self._predict_end:
-            callback.on_predict_batch_end(batch, {"outputs": outputs})
-
-    def batch_begin(self, batch: int) -> None:
-        self._logs.keep()
-        for begun in self._begun:
-            begun(batch)
-
-    def batch_end(self, batch: int, tally: Any) -> None:
-        if self.between_steps:
+        `given` ends with the logs, if there are any; for those of a batch, `tally` is the running
+        loss.
+        """
+        if name.endswith("batch_begin"):
+            if self._last is not None and (kept := self._last()) is not None:
+                kept.read()  # before this batch changes the running loss
+        elif self.between_steps or name != "train_batch_end":
             self.changes.mark()
-        if not self._end:
+        hooks = self._hooks.get(name)
+        if hooks is None:
+            hooks = self._hooks[name] = self._methods(name, len(given) + (tally is not None))
+        if not hooks:
             return
-        logs = self._logs.of(tally)
-        for callback in self._end:
-            callback.on_train_batch_end(batch, logs)
+        if tally is not None:
+            logs = RunningLogs(tally)
+            self._last, given = weakref.ref(logs), (*given, logs)
+        with torch.enable_grad():
+            for hook in hooks:
+                hook(*given)
+
+    def _methods(self, name: str, count: int) -> list[Callable[..., Any]]:
+        """Return the methods for `count` arguments; without logs, some take empty ones beside."""
+        names = [name, name.removeprefix("train_")] if "train_batch" in name else [name]
+        methods = [getattr(callback, f"on_{name}") for callback in self._with(*names)]
+        if not name.endswith("begin") and name not in ("train_end", "predict_end"):
+            return methods  # their logs are given
+        return [_with_logs(each) if takes(each, count + 1) else each for each in methods]
+
+
+def _with_logs(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: method(*args, {})
 
 
 def _no_callback(given: Any) -> str:
     if isinstance(given, type) and issubclass(given, Callback):
         return f"{given.__name__} is a class; give an instance of it: {given.__name__}(...)."
     return f"{given!r} is no callback; derive it from stratagem.callbacks.Callback."
-
-
-def _with_logs(method: Callable[..., Any], before: int = 0) -> Callable[..., Any]:
-    """Return the method, called with empty logs if it takes them, as Keras calls it."""
-    if isinstance(method, MethodType):
-        more = _takes_cached(method.__func__, before + 2)  # self and logs
-    else:
-        more = takes(method, before + 1)
-    return (lambda *args: method(*args, {})) if more else method
-
-
-_takes_cached = lru_cache(256)(takes)  # reading a signature takes as long as some steps
 
 
 class RunningLogs(dict[str, Any]):
@@ -211,62 +142,30 @@ class RunningLogs(dict[str, Any]):
         super().__init__()
         self._tally = tally
 
-    def _read(self) -> RunningLogs:
-        if not super().__len__():
+    def read(self) -> None:
+        if not dict.__len__(self):
             self["loss"] = self._tally.mean()
-        return self
 
     def __missing__(self, key: str) -> Any:
         if key == "examples":
             return self._tally.examples
-        if key == "loss":
-            return self._read()["loss"]
-        raise KeyError(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def __contains__(self, key: object) -> bool:
-        return key == "loss" or super().__contains__(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return super(RunningLogs, self._read()).__iter__()
-
-    def __len__(self) -> int:
-        return super(RunningLogs, self._read()).__len__()
-
-    def keys(self) -> Any:
-        return super(RunningLogs, self._read()).keys()
-
-    def values(self) -> Any:
-        return super(RunningLogs, self._read()).values()
-
-    def items(self) -> Any:
-        return super(RunningLogs, self._read()).items()
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    def __repr__(self) -> str:
-        return repr(self.copy())
+        if dict.__len__(self):
+            raise KeyError(key)
+        self.read()
+        return self[key]
 
 
-class LastLogs:
-    """A weak reference to the logs of the last batch, which a callback may have kept."""
+def _reading(name: str) -> Callable[..., Any]:
+    """Return a method of dicts that reads the logs first."""
+    plain = getattr(dict, name)
 
-    def __init__(self) -> None:
-        # returns None and, unlike a lambda, pickles by name
-        self._last: Callable[[], RunningLogs | None] = type(None)
+    def method(self: RunningLogs, *args: Any) -> Any:
+        self.read()
+        return plain(self, *args)
 
-    def of(self, tally: Any) -> RunningLogs:
-        logs = RunningLogs(tally)
-        self._last = weakref.ref(logs)
-        return logs
+    return method
 
-    def keep(self) -> None:
-        """Read logs that a callback has kept, before the next batch changes the running loss."""
-        if (kept := self._last()) is not None:
-            kept.keys()
+
+_READING = "__contains__ __iter__ __len__ __repr__ copy get items keys values"
+for _name in _READING.split():
+    setattr(RunningLogs, _name, _reading(_name))

@@ -120,7 +120,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
     sums, tally = [], LossSum()
     for number, portion in enumerate(job.portions(replica)):
         if job.between:
-            job.callbacks.test_batch_begin(number)
+            job.callbacks.call("test_batch_begin", number)
             listen()
         if check.open:
             check.before(portion)
@@ -128,7 +128,7 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
         if job.between:
             loss = _mean_loss(sums[-1:], replica)
             tally.add(loss, portion.total)
-            job.callbacks.test_batch_end(number, tally)
+            job.callbacks.call("test_batch_end", number, tally=tally)
     if job.between:
         listen()  # for changes after the last batch
     if not sums:
@@ -197,7 +197,7 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
     mine: list[Any] = []
     for number, portion in enumerate(job.portions(replica)):
         if job.between:
-            job.callbacks.predict_batch_begin(number)
+            job.callbacks.call("predict_batch_begin", number)
             listen()
         if check.open:
             check.before(portion)
@@ -206,7 +206,8 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
             check_rows([mine[0][0]], [portion.examples])
         if job.between:
             gathered = gather_tree(replica.collective, mine[-1])
-            job.callbacks.predict_batch_end(number, _join_shares(gathered, replica))
+            logs = {"outputs": _join_shares(gathered, replica)}
+            job.callbacks.call("predict_batch_end", number, logs)
     if job.between:
         listen()
     return mine

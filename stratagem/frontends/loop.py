@@ -26,7 +26,7 @@ class FitLoop:
     def train(self) -> None:
         with FitCheckpoints(self.job, self.side) as checkpoints:
             if self.job.once("train_begin"):
-                self.job.callbacks.train_begin()
+                self.job.callbacks.call("train_begin")
             checkpoints.begin()
             self.side.listen()
             for number, epoch in enumerate(checkpoints.epochs(), 1):
@@ -39,7 +39,7 @@ class FitLoop:
         job, side = self.job, self.side
         side.begin(epoch)
         if job.once("epoch_begin", epoch):
-            job.callbacks.epoch_begin(epoch)
+            job.callbacks.call("epoch_begin", epoch)
         side.listen()
         first = checkpoints.enter(epoch)
         journal = job.journal
@@ -48,7 +48,7 @@ class FitLoop:
         if job.succession is not None and job.succession.owes:
             job.succession.owes = False
             if job.once("batch_end", epoch, first - 1):
-                job.callbacks.batch_end(first - 1, side.tally)
+                job.callbacks.call("train_batch_end", first - 1, tally=side.tally)
         started = time.perf_counter()
         for batch, work in enumerate(side.work(number, epoch), first):
             if self._batch_begin(epoch, batch):
@@ -87,7 +87,7 @@ class FitLoop:
             if side.tester.is_chief:
                 epoch_event(epoch, logs)
                 record_epoch(epoch, logs)
-            job.callbacks.epoch_end(epoch, logs)
+            job.callbacks.call("epoch_end", epoch, logs)
         return side.listen()
 
     def _batch_begin(self, epoch: int, batch: int) -> bool:
@@ -95,21 +95,21 @@ class FitLoop:
         if self.job.between_steps:
             self.side.arrive()
         if self.job.once("batch_begin", epoch, batch):
-            self.job.callbacks.batch_begin(batch)
+            self.job.callbacks.call("train_batch_begin", batch)
         return self.job.between_steps and self.side.listen(between=True)
 
     def _batch_end(self, epoch: int, batch: int) -> bool:
         if self.job.between_steps:
             self.side.refresh()
         if self.job.once("batch_end", epoch, batch):
-            self.job.callbacks.batch_end(batch, self.side.tally)
+            self.job.callbacks.call("train_batch_end", batch, tally=self.side.tally)
         return self.job.between_steps and self.side.after_batch()
 
     def _validate(self, source: Source, epoch: int) -> dict[str, float]:
         job, side = self.job, self.side
         if job.around_tests:
             if job.once("test_begin", epoch):
-                job.callbacks.test_begin()
+                job.callbacks.call("test_begin")
             side.listen()
         results: dict[str, float] = {}
 
@@ -119,6 +119,6 @@ class FitLoop:
         side.tester.collective.step(evaluate)
         if job.around_tests:
             if job.once("test_end", epoch):
-                job.callbacks.test_end(results)
+                job.callbacks.call("test_end", results)
             side.listen()
         return {f"val_{name}": value for name, value in results.items()}

@@ -80,7 +80,7 @@ def watched(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation)
     tests, given, meter = function is evaluate, job.callbacks, job.meter
     try:
         with busy():
-            given.test_begin() if tests else given.predict_begin()
+            given.call("test_begin" if tests else "predict_begin")
         results = evaluated(strategy, function, job)
     except BaseException:
         if meter is not None:
@@ -89,7 +89,7 @@ def watched(strategy: Strategy, function: Callable[[Any], Any], job: Evaluation)
     if meter is not None:
         meter.finish(results if tests else {})
     with busy():
-        given.test_end(results) if tests else given.predict_end()
+        given.call("test_end", results) if tests else given.call("predict_end")
     return results
 
 

@@ -89,7 +89,7 @@ def take_state(job: Fit, replica: Replica, turn: int) -> None:
 def _end(job: Fit, side: ReplicaSide) -> None:
     """Call `on_train_end`; successors wait, since a chief that dies in it leaves it to them."""
     if job.once("train_end"):
-        job.callbacks.train_end()
+        job.callbacks.call("train_end")
     if job.succession is None or side.replica.count == 1:
         return
     try:

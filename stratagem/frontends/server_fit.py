@@ -84,7 +84,7 @@ def _lead(side: ChiefSide) -> None:
         model.bring_home = None
         side.state.end()
     if not job.terminated:
-        job.callbacks.train_end()
+        job.callbacks.call("train_end")
 
 
 def _take_history(job: Fit, session: Session, over: FitOver) -> None:
@@ -94,7 +94,7 @@ def _take_history(job: Fit, session: Session, over: FitOver) -> None:
     if history and model is not None:  # only a worker that runs the script has a history
         for epoch, logs, details in history:
             enter_details(model.history.history, numbered_details(details))
-            job.callbacks.epoch_end(epoch, logs)
+            job.callbacks.call("epoch_end", epoch, logs)
 
 
 class WorkerSide:
