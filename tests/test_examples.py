@@ -37,6 +37,8 @@ LIVE = [
         "docs/own-loop.md",
         "docs/keras.md",
         "docs/parameter-servers.md",
+        "docs/model-parallel.md",
+        "docs/sharded.md",
         "docs/simulating.md",
     )
 ]
@@ -261,7 +263,7 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_blocks_of_live_pages_run(tmp_path: Path) -> None:
     """One process for all of them, each page with names of its own."""
     scripts = []
@@ -269,7 +271,8 @@ def test_the_blocks_of_live_pages_run(tmp_path: Path) -> None:
         assert blocks(page, "python"), f"{page} has no block to run"
         scripts.append(tmp_path / f"page_{page.stem}.py")
         scripts[-1].write_text("\n".join(blocks(page, "python")))
-    (printed,) = outputs(start(sys.executable, "-c", _RUN_PAGES, *scripts, cwd=tmp_path))
+    running = start(sys.executable, "-c", _RUN_PAGES, *scripts, cwd=tmp_path)
+    (printed,) = outputs(running, seconds=280)
     assert printed.count("page ") == len(LIVE)
 
 
