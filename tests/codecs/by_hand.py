@@ -63,6 +63,9 @@ class Replicas:
         self.q: dict[str, Tensor] = {}
 
     def add_up(self, gradients: list[Tensor]) -> Tensor:
+        if self.count == 1:  # alone it sends nothing, and what is kept waits
+            self.step += 1
+            return gradients[0]
         momentum = getattr(self.wire, "momentum", 0.0)
         for i, g in enumerate(gradients):
             self.u[i] = momentum * self.u[i] + g

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from stratagem.codecs.sign import Sign
 from stratagem.codecs.topk import TopK
 from stratagem.codecs.wire_choice import reducer
 from stratagem.errors import UsageError
+from stratagem.wire.collective import Alone
 from tests.codecs.circle import Circle, together
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +34,7 @@ RECORDS: list[Compression] = [
     TopK(0.2, momentum=0.7),
     Sign(),
     PowerSGD(2),
-    TopK(0.1, momentum=0.5, dense_steps=2),
+    TopK(0.1, momentum=0.5, clip=2.0, dense_steps=2),
     PowerSGD(1, dense_steps=1),
 ]
 record = st.sampled_from(RECORDS)
@@ -163,18 +165,33 @@ def test_a_compression_that_leaves_nothing_out_is_the_sum(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def clipped(mine: Tensor, limit: float | None, count: int) -> Tensor:
+    """One replica's gradient as deep gradient compression clips it."""
+    return mine * min(1.0, (limit or math.inf) / math.sqrt(count) / float(mine.norm()))
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.booleans(), replicas, seeds)
-def test_all_numbers_with_momentum_are_momentum_sgd(dense: bool, count: int, seed: int) -> None:
-    """By dense steps, or by a share of 1 without masking; with masking there is no momentum."""
-    wires = [TopK(1.0, 0.9, masking=False, dense_steps=9 * dense), TopK(1.0, 0.9, masking=True)]
+@given(
+    st.sampled_from([0.0, 0.9]),
+    st.none() | st.floats(0.1, 30.0),
+    st.integers(0, 3),
+    replicas,
+    seeds,
+)
+def test_all_numbers_with_momentum_are_momentum_sgd(
+    momentum: float, clip: float | None, dense: int, count: int, seed: int
+) -> None:
+    """By dense steps, and by a share of 1 without masking; masked, it begins anew at each step that
+    is not dense. Each replica clips its gradient before anything is kept."""
+    wires = [TopK(1.0, momentum, mask, clip, dense_steps=dense) for mask in (False, True)]
     (sums, _), (masked, _) = (train(wire, count, seed, 4)[0] for wire in wires)
-    moved = torch.zeros(COUNT, dtype=torch.float64)
+    moved, begun = torch.zeros(2, COUNT, dtype=torch.float64)
     for t, found in enumerate(sums):
-        plain = sum((gradient(seed, t, r) for r in range(count)), 0 * moved)
-        moved = 0.9 * moved + plain
+        plain = sum((clipped(gradient(seed, t, r), clip, count) for r in range(count)), 0 * moved)
+        moved, begun = momentum * moved + plain, momentum * begun + plain
         torch.testing.assert_close(found, moved, rtol=0, atol=1e-12)
-        torch.testing.assert_close(masked[t], plain, rtol=0, atol=1e-12)
+        torch.testing.assert_close(masked[t], begun, rtol=0, atol=1e-12)
+        begun *= t < dense  # all of it was sent
 
 
 @settings(max_examples=25, deadline=None)
@@ -325,15 +342,41 @@ class _Nobody:
 _NOBODY: Any = _Nobody()
 
 
-@settings(max_examples=20, deadline=None)
-@given(seeds, st.floats(0.1, 3.0))
-def test_clipping_before_anything_is_kept(seed: int, limit: float) -> None:
-    (sums, _), *_ = train(TopK(1.0, clip=limit), 4, seed, 1)
-    expected = torch.zeros(COUNT, dtype=torch.float64)
-    for rank in range(4):
-        mine = gradient(seed, 0, rank)
-        expected += mine * min(1.0, limit / 2 / float(mine.norm()))
-    torch.testing.assert_close(sums[0], expected, rtol=0, atol=1e-12)
+class Counting(Alone):
+    """One of `size` replicas: counts what it sends, and receives nothing but zeros."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.sent = size, 0
+
+    def swap(self, rows: Tensor) -> Tensor:
+        self.sent += (self.size - 1) * rows[0].nbytes
+        return torch.zeros_like(rows)
+
+    def collect(self, row: Tensor) -> Tensor:
+        self.sent += (self.size - 1) * row.nbytes
+        return row.new_zeros(self.size, len(row))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([Int8(64), TopK(0.05), TopK(0.05, momentum=0.5), Sign()]),
+    st.lists(st.integers(1, 9) | st.integers(1000, 20_000), min_size=1, max_size=9),
+    st.integers(2, 64),
+)
+def test_bytes_do_not_grow_with_the_number_of_replicas(
+    wire: Any, sizes: list[int], count: int
+) -> None:
+    """Every slice has a head, and is as long as the longest; each parameter in it may take a number
+    and its place more, so bytes grow where many tiny parameters lie in one slice."""
+    collective, shapes = Counting(count), tuple((size,) for size in sizes)
+    layout = Layout(tuple(map(str, range(len(sizes)))), shapes)
+    made = reducer(collective, wire)
+    flat = made.buffer(sum(sizes), torch.float32, torch.device("cpu"))
+    made.lay_out(flat, layout)
+    made.reduce(flat.normal_(generator=torch.Generator().manual_seed(0)), 1.0).wait()
+    formula = 2 * (count - 1) / count * wire.room(sizes, 4)
+    most = max(len(each.lengths) for each in layout.slices(count))
+    assert abs(collective.sent - formula) <= 2 * (count - 1) * (16 + 12 * most)
 
 
 def test_what_another_model_has_kept_is_refused() -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from stratagem.codecs.codec import codec_for
@@ -33,11 +34,11 @@ from tests.support import data, mlp, moved
 pytestmark = pytest.mark.timeout(120)
 
 RECORDS = {
+    "dgc": sg.TopK(0.2, momentum=0.5, dense_steps=2),
+    "power": sg.PowerSGD(rank=1),
     "int8": sg.Int8(block=16),
     "topk": sg.TopK(0.1),
-    "dgc": sg.TopK(0.2, momentum=0.5, dense_steps=2),
     "sign": sg.Sign(dense_steps=1),
-    "power": sg.PowerSGD(rank=1),
 }
 ROWS, BATCH, EPOCHS = 48, 8, 2
 RATE = 0.1
@@ -76,20 +77,37 @@ def twice(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return x[order], y[order]
 
 
-def fitted(wire: Any, workers: int, servers: int, **options: Any) -> sg.Model:
+def cluster(wire: Any, workers: int, servers: int) -> sg.ParameterServerStrategy:
     updates = sg.Synchronous() if workers > 1 else sg.Asynchronous()
-    where = sg.ParameterServerStrategy(
-        sg.LocalCluster(workers=workers, ps=servers), updates=updates, wire=wire
-    )
-    with where, where.scope():
+    place = sg.LocalCluster(workers=workers, ps=servers)
+    return sg.ParameterServerStrategy(place, updates=updates, wire=wire)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=RATE)
+
+
+def fitted(where: sg.Strategy, workers: int, **options: Any) -> nn.Module:
+    with where.scope():
         model = sg.Model(mlp().double())
-        model.compile(
-            optimizer=lambda params: torch.optim.SGD(params, lr=RATE), loss=F.cross_entropy
-        )
+        model.compile(optimizer=sgd, loss=F.cross_entropy)
         x, y = twice(*rows()) if workers == 2 else rows()
         given = {"verbose": 0, "shuffle": False, "epochs": EPOCHS, **options}
         model.fit(x, y, batch_size=BATCH * workers, **given)
-    return model
+    return model.module
+
+
+def looped(where: sg.Strategy, workers: int) -> nn.Module:
+    """The same in a custom loop."""
+    module, rows_of_all = mlp().double(), twice(*rows()) if workers == 2 else rows()
+    loader: Any = DataLoader(TensorDataset(*rows_of_all), batch_size=BATCH * workers)
+    model, optimizer, loader = where.prepare(module, sgd(module.parameters()), loader)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return module
 
 
 def far(a: nn.Module, b: nn.Module) -> float:
@@ -99,16 +117,17 @@ def far(a: nn.Module, b: nn.Module) -> float:
 
 @pytest.mark.parametrize("memory", ["0", "1"])
 @pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.parametrize("workers", [1, 2])
-def test_fit_is_what_the_formula_says(
+@pytest.mark.parametrize("workers", [2, 1])
+def test_fit_and_loops_are_what_the_formula_says(
     workers: int, name: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over sockets and through shared memory."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
-    wire = RECORDS[name]
-    expected = by_formula(wire, workers)
+    expected = by_formula(RECORDS[name], workers)
     assert moved(mlp().double(), expected)
-    assert far(fitted(wire, workers, 2).module, expected) < 1e-12
+    with cluster(RECORDS[name], workers, 2) as where:
+        assert far(fitted(where, workers), expected) < 1e-12
+        assert far(where.run(looped, where, workers)[0], expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["dgc", "power"])
@@ -118,12 +137,13 @@ def test_a_fit_goes_on_bit_for_bit(
     """Every worker goes on with its own residuals."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
     plan = sg.Checkpoints(tmp_path / "whole", every=1, keep=99)
-    expected = fitted(RECORDS[name], 2, 1, checkpoint=plan)
-    middle = sorted((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))[5]
-    shutil.copytree(middle, tmp_path / "one" / middle.name)
-    found = fitted(RECORDS[name], 2, 1, checkpoint=sg.Checkpoints(tmp_path / "one"), resume=True)
-    assert moved(mlp().double(), expected.module)
-    assert far(found.module, expected.module) == 0.0
+    with cluster(RECORDS[name], 2, 1) as where:
+        expected = fitted(where, 2, checkpoint=plan)
+        middle = sorted((tmp_path / "whole").iterdir(), key=lambda p: int(p.name.split("-")[-1]))[5]
+        shutil.copytree(middle, tmp_path / "one" / middle.name)
+        found = fitted(where, 2, checkpoint=sg.Checkpoints(tmp_path / "one"), resume=True)
+    assert moved(mlp().double(), expected)
+    assert far(found, expected) == 0.0
 
 
 # --- servers in threads of this process: what travels, and what they refuse ----------------------
@@ -131,11 +151,11 @@ def test_a_fit_goes_on_bit_for_bit(
 WIDE = 400
 SIZES = [WIDE * WIDE, WIDE, 10 * WIDE, 10]
 FORMULA = {
+    "topk": (sg.TopK(0.01), 8 * 0.01 * sum(SIZES)),
     "dense": (None, 4 * sum(SIZES)),
     "int8": (sg.Int8(), sum(SIZES) * (1 + 4 / 1024)),
-    "topk": (sg.TopK(0.01), 8 * 0.01 * sum(SIZES)),
-    "sign": (sg.Sign(), sum(SIZES) / 8),
     "power": (sg.PowerSGD(4), 4 * (4 * 2 * WIDE + WIDE + 4 * (WIDE + 10) + 10)),
+    "sign": (sg.Sign(), sum(SIZES) / 8),
 }
 
 
@@ -215,10 +235,14 @@ class Branches(nn.Module):
         return found + self.right(x).tanh().sum() if both else found
 
 
-@pytest.mark.parametrize("way", ["beside the computation", "shared memory", "in turn"])
-@pytest.mark.parametrize("name", RECORDS)
+WAYS = ("beside the computation", "shared memory", "in turn")
+
+
+@pytest.mark.parametrize(  # one of three is run: each with another record
+    ("name", "way"), [(n, WAYS[(i + j) % 3]) for i, n in enumerate(RECORDS) for j in range(3)]
+)
 def test_layers_without_a_gradient_keep_what_they_have(
-    way: str, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are sent during backward; layers without a gradient keep their residuals."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "1" if way == "shared memory" else "0")
@@ -256,8 +280,8 @@ class Table(nn.Module):
         return self.head(self.table(x)).tanh().sum()
 
 
-@pytest.mark.parametrize("wire", [sg.Int8(8), sg.Int8(8, dense_steps=2), sg.TopK(0.5)])
 @pytest.mark.parametrize("memory", ["0", "1"])
+@pytest.mark.parametrize("wire", [sg.Int8(8, dense_steps=2), sg.TopK(0.5), sg.Int8(8)])
 def test_rows_of_a_table(wire: Any, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Int8 sends rows with residuals; other compressions send rows unchanged."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", memory)
@@ -361,6 +385,14 @@ def test_places_that_there_are_not_are_refused() -> None:
         packed.decode(torch.zeros(20), "worker 1")
     with pytest.raises(sg.UsageError, match="clip where the sum is"):
         sg.ParameterServerStrategy(wire=sg.TopK(0.1, clip=1.0))
+
+
+def test_it_is_said_once_that_pushes_are_not_whole(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with session(sg.Int8(block=77), module := mlp()) as made:
+            push(made, lambda module=module: module(data(5)[0]).sum())
+    said = [r.getMessage() for r in caplog.records if "Int8(block=77)" in r.getMessage()]
+    assert len(said) == 1 and "no longer that of whole gradients" in said[0]
 
 
 def test_optimizers_that_a_record_leads_astray_are_refused() -> None:

@@ -148,7 +148,7 @@ torch.save(list(fitted(strategy)[0].module.state_dict().values()), sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["diloco", "fragments", "streaming", "ring"])
+@pytest.mark.parametrize("name", ["streaming", "diloco", "fragments", "ring"])
 def test_who_is_left_holds_the_next_meeting(name: str, tmp_path: Path) -> None:
     """The third worker dies after the fifth or seventh update; the others train until they meet."""
     running = cluster_of(3, LEAVER, name, tmp_path)
@@ -206,29 +206,31 @@ def test_a_meeting_that_breaks_off_for_the_chief_alone(tmp_path: Path) -> None:
 
 
 ALONE = """
-import os, sys
+import os, sys, time
 import torch
 import torch.nn.functional as F
 import stratagem as sg
 from tests.clock import wait_for
+from tests.strategies import test_compressed, test_meetings
 from tests.strategies.test_broken_rounds import adam, looped
-from tests.strategies.test_meetings import fitted
 
-plain, made = torch.optim.Adam.step, [0]
-form, where, me = sys.argv[1], sys.argv[2], sys.argv[3]
+(form, name), where, me = sys.argv[1].split(), sys.argv[2], sys.argv[3]
+wire = test_compressed.RECORDS.get(name)
+kind, make = (torch.optim.SGD, test_compressed.sgd) if wire else (torch.optim.Adam, adam)
+plain, made = kind.step, [0]
 
 def step(self, *given):
     result = plain(self, *given)
     made[0] += 1
     if made[0] == 3 and me == "1" and sys.argv[-1] != "again":
+        time.sleep(1.0)  # the chief has made this update, too, by then
         told = [sys.executable, "-c", os.environ["SOURCE"], *sys.argv[1:], "again"]
         os.execv(sys.executable, told)
     return result
 
-torch.optim.Adam.step = step
-strategy = sg.MultiWorkerMirroredStrategy(
-    sync=sg.LocalSteps(3, after=9), devices=["cpu:0"], elastic=True
-)
+kind.step = step
+options = {"wire": wire} if wire else {"sync": sg.LocalSteps(3, after=9)}
+strategy = sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], elastic=True, **options)
 
 def wait(seen):
     replica = sg.current_replica()
@@ -242,10 +244,12 @@ class Wait(sg.callbacks.Callback):
         self.seen += 1
         wait(self.seen)
 
-if form == "fit":
-    found = list(fitted(strategy, callbacks=[Wait()])[0].module.state_dict().values())
+if form == "loop":
+    found = strategy.run(looped, strategy, make, wait)[0]
+elif wire:
+    found = list(test_compressed.fitted(strategy, callbacks=[Wait()]).module.parameters())
 else:
-    found = strategy.run(looped, strategy, adam, wait)[0]
+    found = list(test_meetings.fitted(strategy, callbacks=[Wait()])[0].module.parameters())
 torch.save(found, where)
 """
 
@@ -259,12 +263,38 @@ def test_updates_of_a_chief_that_is_alone_count(
 
     Nine updates are those of one device, whichever worker makes them.
     """
+    found = gone_and_back(f"{form} sync", tmp_path, monkeypatch)
+    assert _far(found, ByHand(sg.LocalSteps(3, after=9), 2).train()) < 1e-12
+
+
+def gone_and_back(told: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     monkeypatch.setenv("SOURCE", ALONE)
-    running = cluster_of(2, ALONE, form, tmp_path)
+    folder.mkdir(exist_ok=True)
+    running = cluster_of(2, ALONE, told, folder)
     assert [each.wait(100) for each in running] == [0, 0]
-    first, second = (torch.load(tmp_path / f"{index}.pt") for index in range(2))
+    first, second = (torch.load(folder / f"{index}.pt") for index in range(2))
     assert all(map(torch.equal, first, second))
-    assert _far(first, ByHand(sg.LocalSteps(3, after=9), 2).train()) < 1e-12
+    return list(first)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_comes_back_has_kept_nothing_and_the_chief_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a compression: the chief alone sends nothing, and its residual waits."""
+    for told, joins in (("fit int8", 5), ("loop power", 6)):
+
+        def away(step: int, replicas: Replicas, joins: int = joins) -> None:
+            replicas.count = 1 if 3 <= step < joins else 2
+            if step == 3:
+                replicas.e[1].zero_()
+                replicas.f[len(replicas.f) // 2 :] = 0.0  # the slice that it added up
+
+        wire = RECORDS[told.split()[1]]
+        expected = by_formula(wire, 2, before=away)
+        assert far(expected, by_formula(wire, 2)) > 1e-9
+        assert _far(gone_and_back(told, tmp_path / told, monkeypatch), expected) < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -151,17 +151,17 @@ def test_a_ring_in_which_all_are_neighbours_is_one_device(batches: Shares) -> No
 
 
 SYNCS = [
-    sg.LocalSteps(2),
     sg.LocalSteps(2, after=1),
-    sg.LocalSteps(3, wire=sg.TopK(0.3)),
+    sg.LocalSteps(2),
     sg.DiLoCo(2),
+    sg.LocalSteps(3, wire=sg.TopK(0.3)),
     sg.DiLoCo(4, fragments=2, wire=sg.Int8(block=4)),
     sg.DiLoCo(4, fragments=2, wire=sg.TopK(0.3, dense_steps=2)),
     sg.DiLoCo(2, wire=sg.PowerSGD(1)),
     sg.DiLoCo(2, wire=sg.Sign()),
     sg.DiLoCo(2, wire="bfloat16"),
-    sg.DiLoCo(3, overlap=1),
     sg.DiLoCo(4, fragments=2, wire=sg.Int8(block=4), overlap=1, mix=0.0),
+    sg.DiLoCo(3, overlap=1),
     sg.Gossip("ring"),
     sg.Gossip("exponential"),
 ]

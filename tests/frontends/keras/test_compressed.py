@@ -10,10 +10,12 @@ import keras
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import stratagem as sg
 from tests.clock import wait_for
+from tests.codecs.by_hand import Pushes
 from tests.strategies.test_compressed import by_formula, rows
 from tests.support import data, strategy
 
@@ -37,6 +39,15 @@ def trained(wire: Any, **options: Any) -> list[Any]:
         model = made(where.scope(), keras.optimizers.SGD(0.1))
         model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, **options)
         return [np.array(w) for w in model.get_weights()]
+
+
+def fitted(where: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """The weights before and after."""
+    x, y = (each.numpy() for each in rows())
+    model = made(where.scope(), optimizer)
+    first = [np.array(w) for w in model.get_weights()]
+    model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+    return first, [np.array(w) for w in model.get_weights()]
 
 
 def far(a: list[Any], b: list[Any]) -> float:
@@ -74,6 +85,25 @@ class LikeKeras(nn.Module):
     def forward(self, x: Any) -> Any:
         first, offset, second, last = self.parameters()
         return (x @ first + offset).tanh() @ second + last
+
+
+@pytest.mark.slow
+def test_pushes_of_a_keras_model_do_what_the_formula_says() -> None:
+    wire, options = sg.Int8(block=16), {"updates": sg.Asynchronous()}
+    with sg.ParameterServerStrategy(sg.LocalCluster(1, 2), wire=wire, **options) as where:
+        first, found = fitted(where, keras.optimizers.SGD(0.1))
+    module, (x, y) = LikeKeras(first), rows()
+    params, pushes = dict(module.named_parameters()), Pushes(wire, dict(module.named_parameters()))
+    for batch in [slice(start, start + 16) for start in range(0, len(x), 16)] * 3:
+        loss = F.cross_entropy(module(x[batch]), y[batch])
+        gradients = torch.autograd.grad(loss, list(params.values()))
+        for name, sent in pushes.sent(dict(zip(params, gradients, strict=True))).items():
+            params[name].data -= 0.1 * sent
+    expected = [p.detach().numpy() for p in params.values()]
+    assert far(found, expected) < 1e-6
+    for name, left in pushes.e.items():
+        params[name].data -= 0.1 * left
+    assert far(found, [p.detach().numpy() for p in params.values()]) > 1e-5  # what is left out
 
 
 class Kill(keras.callbacks.Callback):

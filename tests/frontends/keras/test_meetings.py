@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import stratagem as sg
-from tests.frontends.keras.test_compressed import Dies, Kill, LikeKeras, far, made
+from tests.frontends.keras.test_compressed import Dies, Kill, LikeKeras, far, fitted, made
 from tests.strategies.test_broken_rounds import Renewed
-from tests.strategies.test_compressed import rows
+from tests.strategies.test_compressed import RECORDS, by_formula, cluster_of, rows
 from tests.strategies.test_meetings import SYNCS, ByHand
 from tests.support import data, strategy
 
@@ -75,15 +75,52 @@ def by_hand(formulas: ByHand) -> list[Any]:
 
 def test_parts_that_travel_are_what_the_formula_says() -> None:
     """With shares of unequal size, and one without rows."""
-    x, y = (each.numpy() for each in rows())
     with strategy(3, cross_device_ops="ring", sync=SYNCS["streaming"]) as where:
-        model = made(where.scope(), momentum())
-        first = [np.array(w) for w in model.get_weights()]
-        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
-        found = [np.array(w) for w in model.get_weights()]
+        first, found = fitted(where, momentum())
     like = of_keras(ByHand, first)
     assert far(found, by_hand(like(SYNCS["streaming"], 3))) < 1e-5
     assert far(found, by_hand(like(sg.DiLoCo(4, sg.Outer(0.5, 0.6), 2, overlap=0), 3))) > 1e-4
+
+
+WORKER = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "torch"
+import keras
+import torch
+import stratagem as sg
+from tests.frontends.keras.test_compressed import fitted
+from tests.frontends.keras.test_meetings import momentum
+from tests.strategies.test_compressed import RECORDS
+from tests.strategies.test_meetings import SYNCS
+
+name = sys.argv[1]
+options = {"sync": SYNCS[name]} if name in SYNCS else {"wire": RECORDS[name]}
+with sg.MultiWorkerMirroredStrategy(devices=["cpu:0"], **options) as strategy:
+    found = fitted(strategy, momentum() if name in SYNCS else keras.optimizers.SGD(0.1))
+torch.save([[torch.from_numpy(w) for w in each] for each in found], sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_workers_of_a_cluster_do_what_the_formula_says(tmp_path: Any) -> None:
+    """Two processes with TF_CONFIG, each in its own scope: fewer bytes, then fewer meetings."""
+    for name in ("power", "streaming"):
+        (tmp_path / name).mkdir()
+        running = cluster_of(2, WORKER, name, tmp_path / name)
+        assert [each.wait(100) for each in running] == [0, 0]
+        told = [torch.load(tmp_path / name / f"{index}.pt") for index in range(2)]
+        (first, found), (_, second) = ([[w.numpy() for w in each] for each in t] for t in told)
+        assert far(found, second) == 0.0
+        if name == "streaming":
+            like = of_keras(ByHand, first)
+            expected, other = (by_hand(like(SYNCS[n], 2)) for n in (name, "diloco"))
+        else:
+            wires = RECORDS[name], sg.TopK(1.0)
+            trained = [by_formula(wire, 2, module=LikeKeras(first)) for wire in wires]
+            expected, other = ([p.detach().numpy() for p in m.parameters()] for m in trained)
+        assert far(found, expected) < 1e-5
+        assert far(found, other) > 1e-4
 
 
 LATER = [(sg.DiLoCo(3), 6), (sg.DiLoCo(3), 7), (sg.Gossip(), 5), (sg.Gossip(), 6)]
