@@ -10,7 +10,7 @@ A tensor that several processes use is updated by its owner, which sends it to t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,8 @@ class PartedTensors:
         """Set which processes use each tensor, its owner first. At home. Collective."""
         everybody = range(self._collective.size)
         self._users = [used.get(t, everybody) for t in self._tensors]
-        tied = [
-            (t, users)
-            for t, users in zip(self._tensors, self._users, strict=True)
-            if len(users) > 1 and users is not everybody
-        ]
-        pairs = sorted({(users[0], user) for _, users in tied for user in users[1:]})
-        self._ties = [
-            (channel, [t for t, users in tied if _shared(users, channel)])
-            for channel in open_channels(self._collective, pairs, 2)
-            if self._collective.rank in (channel.sender, channel.receiver)
-        ]
+        known = {t: used[t] for t in self._tensors if t in used}
+        self._ties = open_ties(known, self._collective, to_owner=False)
         self._mark()
 
     def _mark(self) -> None:
@@ -130,8 +121,19 @@ def _refuse_two_writers(tensor: Tensor, version: int) -> None:
         )
 
 
-def _shared(users: Sequence[int], channel: TreeChannel) -> bool:
-    return users[0] == channel.sender and channel.receiver in users[1:]
+def open_ties(
+    used: Mapping[Tensor, Sequence[int]], collective: Collective, *, to_owner: bool
+) -> list[tuple[TreeChannel, list[Tensor]]]:
+    """Open channels between each tensor's owner, which is the first process that uses it, and its
+    other users; return this process' channels, each with its tensors. Collective."""
+    tied = [(tensor, users) for tensor, users in used.items() if len(users) > 1]
+    pairs = sorted({(users[0], user) for _, users in tied for user in users[1:]})
+    ways = [pair[::-1] if to_owner else pair for pair in pairs]
+    return [
+        (channel, [t for t, users in tied if users[0] == owner and user in users])
+        for (owner, user), channel in zip(pairs, open_channels(collective, ways, 2), strict=True)
+        if collective.rank in (owner, user)
+    ]
 
 
 class PartedModel:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from stratagem.data.shares import share
 from stratagem.errors import NotDistributable
+from stratagem.state.parted_model import open_ties
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.replica import Replica
 from stratagem.training.stage import Stage, StageChannels, cut, tensors_of
@@ -27,7 +28,6 @@ from stratagem.wire.collective import Collective
 from stratagem.wire.shared_memory import sharing
 from stratagem.wire.shared_scratch import SharedScratch
 from stratagem.wire.subgroup import subgroup
-from stratagem.wire.tree_channel import TreeChannel, open_channels
 
 
 class MeshGrid:
@@ -165,14 +165,8 @@ class TiedGradients:
         used: dict[Tensor, list[int]],
     ) -> None:
         self._rank = collective.rank
-        tied = [(p, used[p]) for p in params if len(used.get(p, ())) > 1]
-        pairs = sorted({(user, users[0]) for _, users in tied for user in users[1:]})
-        self._ties: list[tuple[TreeChannel, list[Tensor]]] = []
-        for channel in open_channels(collective, pairs, 2):
-            user, owner = channel.sender, channel.receiver
-            shared = [p for p, users in tied if users[0] == owner and user in users]
-            if self._rank in (user, owner):
-                self._ties.append((channel, shared))
+        known = {p: used[p] for p in params if p in used}
+        self._ties = open_ties(known, collective, to_owner=True)
 
     def send(self) -> None:
         """Send gradients to the owners, which add them up."""

@@ -1,4 +1,4 @@
-"""A network split by layers over two devices, timed against one: three kinds of networks."""
+"""A network split over two devices, between layers or within, timed against one: three kinds."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ PIECES = 4
 ROUNDS, STEPS = 5, 8
 ONE, THREADS = "one device, 1 thread", "one device, 2 threads"
 STAGES, COLUMNS, MIRRORED = "2 stages, rows", "2 stages, columns", "2 replicas"
+WITHIN = "within layers"
 #: pieces of a batch keep two stages busy for so much of the time
 LIMIT = (PIECES + 1) / (2 * PIECES)
 
@@ -88,8 +89,10 @@ def arms(kind: str) -> dict[str, Callable[[], Any]]:
         STAGES: lambda: sg.PipelineStrategy(TWO, microbatches=PIECES),
         MIRRORED: lambda: sg.MirroredStrategy(TWO),
     }
-    if kind == "recurrent":
+    if kind == "recurrent":  # whose layers cannot be divided
         made[COLUMNS] = lambda: sg.PipelineStrategy(TWO, columns=PIECES)
+    else:
+        made[WITHIN] = lambda: sg.TensorParallelStrategy(TWO)
     return made
 
 
@@ -169,27 +172,31 @@ def report(data: dict[str, Any]) -> str:
     return said + common.table(["network", "arm", "ms a step", "of one thread"], rows)
 
 
+def _last_with(data: dict[str, Any], arm: str) -> str:
+    return [str(run["kind"]) for run in data["runs"] if run["arm"] == arm][-1]
+
+
 def draw(data: dict[str, Any], out: Path) -> None:
     plt = common.pyplot()
     if plt is None:
         return
     figure, axis = plt.subplots(figsize=(7.5, 3.6))
     names = list(dict.fromkeys(run["kind"] for run in data["runs"]))
-    shown = [THREADS, STAGES, COLUMNS, MIRRORED]
+    shown = [THREADS, STAGES, COLUMNS, WITHIN, MIRRORED]
     for number, arm in enumerate(shown):
         for place, kind in enumerate(names):
             found = ratios(data, kind, arm)
             if found:
                 axis.bar(
-                    place + (number - 1.5) * 0.2,
+                    place + (number - 2) * 0.16,
                     statistics.median(found),
-                    0.18,
+                    0.14,
                     color=f"C{number}",
                     yerr=[
                         [statistics.median(found) - min(found)],
                         [max(found) - statistics.median(found)],
                     ],
-                    label=arm if kind == names[-1] else None,
+                    label=arm if kind == _last_with(data, arm) else None,
                 )
     axis.axhline(1.0, color="black", lw=0.8)
     axis.axhline(LIMIT, color="black", lw=0.8, ls=":", label="what the bubble allows")
