@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", default=[*OURS, *TORCHS])
+    parser.add_argument("--json", type=Path, help="data.json beside this file, for a whole run")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -135,6 +136,7 @@ def main() -> None:
     if os.geteuid() != 0:
         sys.exit("only root may make network namespaces; run it as root.")
     port, known = 21000, measured()
+    found: dict[str, dict[str, dict[str, list[float] | float]]] = {}
     sides = [[way for way in args.ways if (way in TORCHS) == theirs] for theirs in (False, True)]
     for rate in args.rates:
         times: dict[str, list[float]] = {way: [] for way in args.ways}
@@ -146,7 +148,13 @@ def main() -> None:
                 for ways in filter(None, sides):
                     for way, seconds in once(hosts, ways, port := port + 100, steps).items():
                         times[way].append(seconds)
-        _show(rate, times, predicted(rate, *known))
+        planned = predicted(rate, *known)
+        found[rate] = {"seconds a step": {**times}, "predicted": {**planned}}
+        _show(rate, times, planned)
+    if args.json is None and args.ways == [*OURS, *TORCHS] and args.rates == list(RATES):
+        args.json = Path(__file__).with_name("data.json")
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _show(rate: str, times: dict[str, list[float]], planned: dict[str, float]) -> None:

@@ -18,22 +18,17 @@ from stratagem.errors import UsageError
 
 
 class Codec(Protocol):
-    """Encodes and decodes the tensors of a training.
-
-    `name` is the parameter that is encoded, for a codec with error feedback.
-    """
+    """Encodes and decodes the tensors of a training."""
 
     #: whether decoding may return other numbers than were encoded
     lossy: bool
     #: bytes of one encoded number
     itemsize: int
 
-    def room(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Allocate memory for the encoded numbers of a tensor of this shape."""
+    def room(self, shape: Sequence[int]) -> Tensor:
+        """Allocate CPU memory for the encoded numbers of a tensor of this shape."""
 
-    def encode(
-        self, values: Tensor, into: Tensor | None = None, *, name: str = "", copy: bool = True
-    ) -> Tensor:
+    def encode(self, values: Tensor, into: Tensor | None = None, *, copy: bool = True) -> Tensor:
         """Encode `values`, detached, into `into` or else into new CPU memory.
 
         Without `copy`, a codec that changes nothing may return the memory of `values`.
@@ -52,12 +47,10 @@ class CastCodec:
     def __init__(self, dtype: torch.dtype, lossy: bool = True) -> None:
         self.dtype, self.lossy, self.itemsize = dtype, lossy, dtype.itemsize
 
-    def room(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        return torch.empty(*shape, dtype=self.dtype, device=device)
+    def room(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype)
 
-    def encode(
-        self, values: Tensor, into: Tensor | None = None, *, name: str = "", copy: bool = True
-    ) -> Tensor:
+    def encode(self, values: Tensor, into: Tensor | None = None, *, copy: bool = True) -> Tensor:
         if into is None:
             return values.detach().to("cpu", self.dtype, copy=copy).contiguous()
         # a copy from a GPU into pinned memory goes on beside the computation

@@ -50,12 +50,14 @@ def gradient(seed: int, step: int, rank: int) -> Tensor:
 class Training:
     """One replica that reduces some steps."""
 
-    def __init__(self, wire: Compression, circle: Circle, *, undoes: bool = False) -> None:
+    def __init__(
+        self, wire: Compression, circle: Circle, *, undoes: bool = False, device: str = "cpu"
+    ) -> None:
         self.rank = circle.rank
         self.reducer = reducer(circle, wire)
         assert isinstance(self.reducer, Feedback)
         self.reducer.undoes = undoes
-        self.flat = self.reducer.buffer(COUNT, torch.float64, torch.device("cpu"))
+        self.flat = self.reducer.buffer(COUNT, torch.float64, torch.device(device))
         self.reducer.lay_out(self.flat, LAYOUT)
 
     def step(self, mine: Tensor, weight: float = 1.0) -> Tensor:
@@ -332,6 +334,21 @@ def test_warm_starts_come_near_the_best_of_that_rank() -> None:
         made.end_step()
         errors.append(float((values - flat.view(40, 60)).norm() / best))
     assert 1.0 <= errors[-1] < 1.05 < errors[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wire", RECORDS, ids=repr)
+def test_a_gpu_encodes_what_a_cpu_does(wire: Compression) -> None:
+    """Sums and what is kept, to rounding; entries may be sent in another order."""
+    found = []
+    for device in ("cpu", "cuda"):
+        training = Training(wire, Circle(0, [torch.empty(0)], _NOBODY), device=device)
+        sums = torch.stack([training.step(gradient(0, t, 0)).cpu() for t in range(4)])
+        kept = training.kept()
+        found.append([sums, *(kept[name] for name in sorted(set(kept) - {"factors"}))])
+    for expected, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, expected, rtol=0, atol=1e-6)
 
 
 class _Nobody:
