@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,45 +29,48 @@ _CLOSE = 1e-3  # how far the sum of a row's probabilities may be from 1
 Answers = Callable[[Any, int | None], Any]
 
 
-class EnsembleMember(Protocol):
-    """A model that gives probabilities."""
+class EnsembleMember:
+    """A model that gives probabilities.
 
-    from_logits: bool | None
+    `labels`: whether outputs may be independent labels, and not classes that exclude each other.
+    """
+
+    def __init__(self, model: Any, number: int, from_logits: bool | None, labels: bool) -> None:
+        self.model, self._number = model, number
+        self.from_logits, self._labels = from_logits, labels
 
     def predict(self, x: Any, batch_size: int | None) -> Any:
         """Return the model's outputs, computed on the devices of its own strategy."""
-
-    def sent(self) -> Answers:
-        """Return a picklable function that predicts on one device, in another process."""
+        return self.model.predict(x, batch_size=batch_size, verbose=0)
 
     def probabilities(self, output: Any) -> NDArray[Any]:
         """Return the probabilities of all classes, or of the second one for a single output."""
+        if isinstance(output, np.ndarray):
+            output = torch.from_numpy(output)
+        return normalised(output, self._number, self.from_logits, self._labels)
+
+    def sent(self) -> Answers:
+        """Return a picklable function that predicts on one device, in another process."""
+        raise NotImplementedError
 
     def save(self, folder: Path, name: str) -> str:
         """Write the model under a name, and return the file's name."""
+        raise NotImplementedError
 
 
-class TorchMember:
+class TorchMember(EnsembleMember):
     """A member that is an sg.Model."""
 
     def __init__(self, model: Model, number: int, from_logits: bool | None) -> None:
-        self.model, self._number = model, number
         meaning = Meaning() if model.recipe is None else model.recipe.metrics.meaning
-        self.from_logits = meaning.logits if from_logits is None else from_logits
-        #: whether outputs may be independent labels, and not classes that exclude each other
-        self._labels = meaning.logits is True and not meaning.classes
-
-    def predict(self, x: Any, batch_size: int | None) -> Any:
-        return self.model.predict(x, batch_size=batch_size, verbose=0)
+        logits = meaning.logits if from_logits is None else from_logits
+        super().__init__(model, number, logits, meaning.logits is True and not meaning.classes)
 
     def sent(self) -> Answers:
         return partial(_predict_torch, self.model.module, self.model.recipe_to_predict)
 
-    def probabilities(self, output: Any) -> NDArray[Any]:
-        return normalised(output, self._number, self.from_logits, self._labels)
-
     def save(self, folder: Path, name: str) -> str:
-        return self.model.save(folder / name).name
+        return str(self.model.save(folder / name).name)
 
     @staticmethod
     def load(file: Path, module: nn.Module) -> Model:
@@ -77,29 +80,20 @@ class TorchMember:
         return model
 
 
-class KerasMember:
+class KerasMember(EnsembleMember):
     """A member that is a Keras model."""
 
     def __init__(self, model: Any, number: int, from_logits: bool | None) -> None:
-        self.model, self._number = model, number
         loss = getattr(model, "loss", None)
-        known = getattr(loss, "from_logits", False if isinstance(loss, str) else None)
-        self.from_logits = known if from_logits is None else from_logits
         named = loss if isinstance(loss, str) else getattr(loss, "name", "")
-        self._labels = "binary" in named
-
-    def predict(self, x: Any, batch_size: int | None) -> Any:
-        return self.model.predict(x, batch_size=batch_size, verbose=0)
+        if from_logits is None:
+            from_logits = getattr(loss, "from_logits", False if isinstance(loss, str) else None)
+        super().__init__(model, number, from_logits, "binary" in named)
 
     def sent(self) -> Answers:
         from stratagem.frontends.keras.model_pickle import FollowerModel
 
         return partial(_predict_keras, FollowerModel(0, self.model, Settings()))
-
-    def probabilities(self, output: Any) -> NDArray[Any]:
-        if isinstance(output, np.ndarray):
-            output = torch.from_numpy(output)
-        return normalised(output, self._number, self.from_logits, self._labels)
 
     def save(self, folder: Path, name: str) -> str:
         self.model.save(folder / f"{name}.keras")

@@ -106,6 +106,26 @@ def _listener(job: Evaluation, replica: Replica) -> Listen:
     return listen
 
 
+def _shares(
+    job: Evaluation, replica: Replica, listen: Listen, verb: str
+) -> Iterator[tuple[int, Portion]]:
+    """Yield this replica's numbered shares, with callbacks before each and listening between."""
+    check = RowCheck(job.module, job.recipe, replica, verb)
+    check.open = check.open and not job.tried
+    if job.between:
+        job.callbacks.changes.mark()
+    for number, portion in enumerate(job.portions(replica)):
+        if job.between:
+            hook = "test" if verb == "evaluate" else "predict"
+            job.callbacks.call(f"{hook}_batch_begin", number)
+            listen()
+        if check.open:
+            check.before(portion)
+        yield number, portion
+    if job.between:
+        listen()  # for changes after the last batch
+
+
 @torch.no_grad()
 def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str, float]:
     """Evaluate on replicas that have the same weights."""
@@ -113,24 +133,12 @@ def evaluate_here(job: Evaluation, replica: Replica, listen: Listen) -> dict[str
     job.module.eval()
     metrics.reset()
     adapter = TorchAdapter(job.module, None, job.recipe, replica)
-    check = RowCheck(job.module, job.recipe, replica, "evaluate")
-    check.open = check.open and not job.tried
-    if job.between:
-        job.callbacks.changes.mark()
     sums, tally = [], LossSum()
-    for number, portion in enumerate(job.portions(replica)):
-        if job.between:
-            job.callbacks.call("test_batch_begin", number)
-            listen()
-        if check.open:
-            check.before(portion)
+    for number, portion in _shares(job, replica, listen, "evaluate"):
         sums.append([*_losses(adapter, portion), float(portion.total)])
         if job.between:
-            loss = _mean_loss(sums[-1:], replica)
-            tally.add(loss, portion.total)
+            tally.add(_mean_loss(sums[-1:], replica), portion.total)
             job.callbacks.call("test_batch_end", number, tally=tally)
-    if job.between:
-        listen()  # for changes after the last batch
     if not sums:
         raise UsageError(
             "the data to evaluate (or validation_data) has no batch: it is empty, or a generator "
@@ -191,16 +199,8 @@ def _join_shares(parts: list[Any], replica: Replica) -> Any:
 def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]:
     """Return [outputs, rows] for each of this replica's shares; None for an empty share."""
     adapter = TorchAdapter(job.module, None, job.recipe, replica)
-    check = RowCheck(job.module, job.recipe, replica, "predict")
-    if job.between:
-        job.callbacks.changes.mark()
     mine: list[Any] = []
-    for number, portion in enumerate(job.portions(replica)):
-        if job.between:
-            job.callbacks.call("predict_batch_begin", number)
-            listen()
-        if check.open:
-            check.before(portion)
+    for number, portion in _shares(job, replica, listen, "predict"):
         mine.append(_own_output(adapter, portion))
         if number == 0 and mine[0] is not None and replica.count > 1:  # before computing all others
             check_rows([mine[0][0]], [portion.examples])
@@ -208,8 +208,6 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
             gathered = gather_tree(replica.collective, mine[-1])
             logs = {"outputs": _join_shares(gathered, replica)}
             job.callbacks.call("predict_batch_end", number, logs)
-    if job.between:
-        listen()
     return mine
 
 

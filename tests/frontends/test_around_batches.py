@@ -64,13 +64,13 @@ def close(ours: Any, theirs: Any) -> bool:
 
 
 class Note(sg.callbacks.Callback):
-    """Records the calls and their arguments; halves the weights before one batch."""
+    """Records the calls and their arguments; halves the weights before or after one batch."""
 
-    def __init__(self, halve_before: int = -1) -> None:
+    def __init__(self, halve_before: int = -1, halve_after: int = -1) -> None:
         self.seen: list[Any] = []
         self.losses: list[float] = []
         self.outputs: list[Any] = []
-        self.halve_before = halve_before
+        self.halve_before, self.halve_after = halve_before, halve_after
 
     def on_test_begin(self, logs: Any = None) -> None:
         self.seen.append("begin")
@@ -83,6 +83,8 @@ class Note(sg.callbacks.Callback):
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         self.seen.append(batch)
         self.losses.append(logs["loss"])
+        if batch == self.halve_after:
+            halve(self.model.module)
 
     def on_test_end(self, logs: Any = None) -> None:
         self.seen.append(f"end, {sorted(logs)}")
@@ -130,7 +132,7 @@ def test_predict(where: sg.Strategy, halved: int) -> None:
 def test_validation(where: sg.Strategy) -> None:
     """Training continues with weights that a callback changed in mid-validation."""
     x, y = data(ROWS)
-    model, note, plain = model_on(where), Note(halve_before=2), mlp()
+    model, note, plain = model_on(where), Note(halve_before=2, halve_after=3), mlp()
     options: Any = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, epochs=2, validation_data=(x, y), callbacks=[note], **options).history
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -141,6 +143,7 @@ def test_validation(where: sg.Strategy) -> None:
             F.cross_entropy(plain(rows), classes).backward()  # type: ignore[no-untyped-call]
             sgd.step()
         losses += by_hand(plain, x, y, halved_before=2)
+        halve(plain)  # after the last batch
     assert note.seen == 2 * ["begin", 0, 0, 1, 1, 2, 2, 3, 3, "end, ['loss']"]
     assert close(note.losses, losses)
     assert close(history["val_loss"], losses[3::4])

@@ -10,8 +10,8 @@ Collective methods are called by every replica, or by every device of a worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -32,6 +32,7 @@ from stratagem.frontends.keras.step_logs import (
     flat,
     has_own,
     number,
+    restorer,
     user_metrics,
 )
 from stratagem.state.change_tracker import AttributeTracker, Change, TensorTracker, adopt
@@ -161,13 +162,16 @@ class KerasAdapter:
             if not part.plain:
                 held.enter_context(made_exact(part))
                 held.enter_context(whole_activity(self.model, part))
-            if not part.share.examples:
-                held.enter_context(_without_trace(self.model))
+            if not part.share.examples:  # the step is on a borrowed row
+                held.callback(restorer(self._counted))
             if step == "train_step" and sources is None and part.share.examples:
                 self.last = self.captured(mine, (part.share.examples, part.share.total))
             else:
                 self.last = self.own(step)(mine)
         return self.last
+
+    def _counted(self) -> list[Any]:
+        return [*self.model.metrics_variables, *self.model.non_trainable_weights]
 
     def here(self, data: Any) -> Any:
         return data if self.replica.device.type == "cpu" else to_device(data, self.replica.device)
@@ -280,23 +284,6 @@ def _buffers(model: Any) -> list[Tensor]:
     """Return the buffers of torch modules inside the model."""
     layers = model._flatten_layers()
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
-
-
-@contextmanager
-def _without_trace(model: Any) -> Iterator[None]:
-    """Restore metrics and statistics after a step on a borrowed row, which an empty share makes."""
-
-    def states() -> list[Any]:
-        return [*model.metrics_variables, *model.non_trainable_weights]
-
-    before = {id(v): v.value.detach().clone() for v in states()}
-    yield
-    with torch.no_grad():
-        for variable in states():
-            if id(variable) in before:
-                variable.value.copy_(before[id(variable)])
-            else:
-                variable.value.zero_()
 
 
 # --- plain attributes, which callbacks may change -------------------------------------------------

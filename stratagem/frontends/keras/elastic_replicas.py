@@ -25,6 +25,7 @@ from stratagem.frontends.keras.adapter import KerasAdapter, own_variables, repli
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.on_replicas import OnReplicas, perform
+from stratagem.frontends.keras.step_logs import restorer
 from stratagem.training.elastic import Again
 from stratagem.training.local_steps import LocalUpdates
 from stratagem.training.lossy_wire import begin_anew, broken_round, updated_alone
@@ -44,7 +45,7 @@ class StepUndo:
         """Copy before a step. A test step writes to metrics only, a predict step to nothing."""
         if name == "predict_step":
             return
-        self._metrics = partial(adapter.metrics.take_back, adapter.metrics.snapshot())
+        self._metrics = restorer(lambda: adapter.model.metrics_variables)
         if name == "train_step":
             found = [*adapter.tensors(), *own_variables(adapter.model)]
             self._tensors = list({id(t): t for t in found}.values())

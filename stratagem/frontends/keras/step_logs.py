@@ -8,7 +8,7 @@ read again then. Any other number is averaged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -198,16 +198,17 @@ class MetricStates:
     def _variables(self) -> list[list[Any]]:
         return [metric.variables for metric in self._model.metrics if metric is not self._apart]
 
-    def snapshot(self) -> dict[int, Tensor]:
-        """Copy the metrics' variables, for `take_back`."""
-        variables = self._model.metrics_variables
-        return {id(v.value): v.value.detach().clone() for v in variables}
+
+def restorer(variables: Callable[[], Iterable[Any]]) -> Callable[[], None]:
+    """Copy the values of variables; returns a function that restores them, and zeroes new ones."""
+    before = {id(v): (v, v.value.detach().clone()) for v in variables()}
 
     @torch.no_grad()
-    def take_back(self, before: dict[int, Tensor]) -> None:
-        """Restore the metrics after a step that does not count."""
-        for variable in self._model.metrics_variables:
-            if id(variable.value) in before:
-                variable.value.copy_(before[id(variable.value)])
+    def restore() -> None:
+        for variable in variables():
+            if id(variable) in before:
+                variable.value.copy_(before[id(variable)][1])
             else:
                 variable.value.zero_()
+
+    return restore

@@ -26,7 +26,7 @@ from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
 from stratagem.frontends.keras.callback_needs import from_chief
 from stratagem.frontends.keras.denominators import BatchPart, SharedPart
 from stratagem.frontends.keras.model_pickle import FollowerModel
-from stratagem.frontends.keras.step_logs import flat
+from stratagem.frontends.keras.step_logs import flat, restorer
 from stratagem.frontends.keras.worker_session import Dismissed, KerasSession
 from stratagem.servers.client import Assignment, Client, EpochOver, FitOver
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
@@ -98,7 +98,7 @@ class TicketStep:
         """Compute and commit the gradient of a ticket; returns whether it counts."""
         adapter, data = self.adapter, payload["rows"]
         self._follow_changes(payload.get("news"))
-        before = adapter.metrics.snapshot()
+        uncount = restorer(lambda: self.model.metrics_variables)
         if self._exchange is not None:
             setup.spread(self.params, adapter.replica)
             self._exchange.armed = True
@@ -115,7 +115,7 @@ class TicketStep:
                 self._exchange.armed = False
             self._forget_gradients()
         if not self._counted:
-            adapter.metrics.take_back(before)
+            uncount()
         elif self.custom and isinstance(adapter.last, dict):
             self._note(adapter.last)
         return self._counted
