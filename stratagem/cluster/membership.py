@@ -250,7 +250,7 @@ class MessageRouter:
             self._forward(note, about)
         elif kind == "word":
             self._hear_word(about, note)
-        elif kind == "told":  # for rank 0, perhaps by way of a hub outside
+        elif kind == "to hub":  # for rank 0, perhaps by way of a hub outside
             if self._here.rank == 0:
                 self._here.to_hub.give(_body(note))
             self._forward(note, about)

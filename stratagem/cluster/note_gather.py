@@ -93,7 +93,7 @@ class HubNotes:
     def give(self, note: Mapping[str, object]) -> None:
         """Send a note to the hub."""
         if self._rank:
-            self._send({"t": "told", "rank": self._rank, "note": as_sent(note)})
+            self._send({"t": "to hub", "rank": self._rank, "note": as_sent(note)})
             return
         for callback in self._callbacks:
             callback(note)

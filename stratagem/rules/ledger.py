@@ -27,7 +27,7 @@ class Ledger:
 
     states     where every ticket is, and the active workers
     recorder   the statistics
-    torn       whether a batch was given up half done: in step its update would be another one
+    half_done  whether a batch was given up half done: in step its update would be another one
     turn       changes whenever `take` may have a ticket for a worker that got none before
 
     workers: how many are expected (the N of `spares` is workers - spares); 0: the active ones.
@@ -40,7 +40,7 @@ class Ledger:
         self.states = TicketStates(version, warmup)
         self.recorder = StatsRecorder()
         self._rate = 1.0  # the smallest that a kept push asks for
-        self.torn = False
+        self.half_done = False
         self.turn = 0
 
     @property
@@ -90,7 +90,7 @@ class Ledger:
         """Begin a new epoch, and give up what is left of the last one."""
         states = self.states
         if states.queue.batch == states.batch and (states.kept or states.held):
-            self.torn = True
+            self.half_done = True
         states.queue.clear()
         states.queue.closed = False
         self.turn += 1
@@ -247,7 +247,7 @@ class Ledger:
         if states.release(member, ticket):
             self.recorder.requeued += 1
             if not states.queue.put_back(ticket) and (states.kept or states.held):
-                self.torn = True
+                self.half_done = True
         self.turn += 1
 
     def _requeue_or_lose(self, ticket: Ticket) -> None:

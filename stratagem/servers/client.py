@@ -86,7 +86,7 @@ class Client(Transfers):
         #: the loader of that loop
         self.prepared: Any = None
         #: gives the model back after a training has failed
-        self.at_fall: Callable[[], None] | None = None
+        self.at_failure: Callable[[], None] | None = None
         if chief:
             self.lines.heartbeat.on_figures = SlowWatch().hear
         self.figures = StepFigures(name, self.lines.heartbeat.send_figures)
@@ -107,7 +107,7 @@ class Client(Transfers):
     ) -> FitOver | None:
         """Take a slot at every server, and move the parameters to memory that servers can reach."""
         assert self.plan is not None
-        self.begin_traffic(WorkerMemory(self.plan, params, near=self.lines.near, names=names))
+        self.begin_transfers(WorkerMemory(self.plan, params, near=self.lines.near, names=names))
         self.epoch, self._strict = 0, False
         self._settings: Any = None
         self._ahead = None
@@ -132,12 +132,12 @@ class Client(Transfers):
             end, self.at_end, self.prepared = self.at_end, None, None
             end()
 
-    def fall(self) -> None:
+    def give_model_back(self) -> None:
         """Give the model back to the user after a failed training."""
         self.at_end = self.prepared = None
-        if self.at_fall is not None:
-            fall, self.at_fall = self.at_fall, None
-            fall()
+        if self.at_failure is not None:
+            give_back, self.at_failure = self.at_failure, None
+            give_back()
             if hasattr(self, "memory"):
                 self.memory.complete()  # threads wait for no more gradients
                 self.memory.close()
@@ -168,11 +168,11 @@ class Client(Transfers):
         work: Assignment | None = self._ahead
         self._ahead = None
         if work is None:
-            header = {"t": "next", "epoch": self.epoch, "have": self._have[0], "feeds": low}
+            header = {"t": "next", "epoch": self.epoch, "have": self._have[0], "low": low}
             with METER.waiting():
                 frame = self.lines.call(0, header | {"strict": self._strict})
             told = frame.header
-            if "hungry" in told:
+            if "deal" in told:
                 return None
             if "end" in told:
                 self._after = int(told["after"])
@@ -222,10 +222,10 @@ class Client(Transfers):
         settings: list[dict[str, Any]] | None = None,
     ) -> bool:
         """Push the gradients in memory; return whether they count."""
-        self.memory.landed()
+        self.memory.wait_for_copies()
         used = self.memory.used()
         streamed = self.finish_stream()
-        self._lay_down([i for i in range(1, len(self.lines)) if i not in streamed])
+        self._send_gradients([i for i in range(1, len(self.lines)) if i not in streamed])
         header: dict[str, Any] = {
             "t": "push",
             "serial": ticket.serial,
@@ -240,7 +240,7 @@ class Client(Transfers):
             header["next"], header["strict"] = [self.epoch, self._have[0]], self._strict
         if settings is not None and settings != self._settings:
             self._settings, header["settings"] = settings, settings
-        frame = self._ask_for_verdict(header, laid=0 in streamed)
+        frame = self._ask_for_verdict(header, sent=0 in streamed)
         answer = frame.header
         self._after = int(answer["after"])
         if "next" in answer:
@@ -262,12 +262,12 @@ class Client(Transfers):
         """Ask for work of exactly this epoch from now on; for loops that count epochs."""
         self.epoch, self._strict = epoch - 1, True
 
-    def stand_aside(self, epoch: int) -> None:
+    def leave_loop(self, epoch: int) -> None:
         """Leave the loop: no worker waits for this one until it wants another epoch's work."""
         self.finish_stream()
         self.memory.forget()
         self._ahead = None  # it goes back with this
-        self._after = int(self.ask("aside", epoch=epoch)[0]["after"])
+        self._after = int(self.ask("leave loop", epoch=epoch)[0]["after"])
         self.refresh()
 
     # --- as the chief -------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class ShardLines:
     #: the newest version, as far as the coordinator has told
     news: int
     #: whether an error of the job has been raised to a caller
-    fell: bool
+    has_raised: bool
     _lines: list[list[Line]]
     #: servers that could not be reached since the last `take_lost`
     _lost: set[int]
@@ -125,7 +125,7 @@ class ShardLines:
                 continue
             if "error" in frame.header:
                 error = error_of(frame.header)
-                self.fell = self.fell or isinstance(error, ReplicaError)
+                self.has_raised = self.has_raised or isinstance(error, ReplicaError)
                 raise error
             return frame
 
@@ -253,7 +253,7 @@ class Connections(ShardLines):
         #: the newest version, as far as the coordinator has told
         self.news = 0
         #: whether an error of the job has been raised to a caller
-        self.fell = False
+        self.has_raised = False
         #: whether the training goes back to a checkpoint where a server is lost
         self.resumes = False
         self._visit: Connection | None = None
@@ -353,12 +353,12 @@ class Connections(ShardLines):
 
     def _check(self) -> None:
         if self.heartbeat.trouble is not None:
-            self.fell = True
+            self.has_raised = True
             raise self.heartbeat.trouble
 
     # --- several holders of a shard -------------------------------------------------------------
 
     def _why(self, i: int) -> ReplicaError:
         """Return why a connection ended; the heartbeat may know the cause."""
-        self.fell = True
+        self.has_raised = True
         return self.heartbeat.await_trouble() or server_lost(f"ps {i}")

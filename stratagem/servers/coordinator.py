@@ -115,7 +115,7 @@ class Coordinator:
             if self.running and self.failure is None and self.ledger is not None:
                 self.ledger.leave(participant.worker)
                 self.settle()
-                self.commands.give(["bury" if dead else "leave", participant.placement])
+                self.commands.give(["remove" if dead else "leave", participant.placement])
             self.changed.notify_all()
 
     def fail(self, failure: ReplicaError) -> None:
@@ -183,25 +183,25 @@ class Coordinator:
         participant: Participant,
         epoch: int,
         have: int,
-        feeds: int | None,
+        low: int | None,
         since: float,
         strict: bool = False,
     ) -> Answer | None:
         """Return the answer for a worker that has waited since `since`; None: nothing yet.
 
-        With `feeds`, the answer is "hungry" when no more than so many tickets are queued: the
+        With `low`, the answer is "deal" when no more than so many tickets are queued: the
         worker deals batches itself.
         """
         with self.changed:
             ledger = self.ledger_of(participant)
             if ledger is None:
-                return self.last_words(participant)
+                return self.final_answer(participant)
             number = self.epoch.number
             if number <= epoch:
                 return None
             if strict and number > epoch + 1:
                 return {"over": epoch + 1, "after": self.commands.given}, []
-            if participant.worker in self.participants.aside:
+            if participant.worker in self.participants.left_loop:
                 self.participants.come_back(ledger, participant.worker)
             found = self._ticket(ledger, participant, have, since)
             if found is not None:
@@ -209,12 +209,10 @@ class Coordinator:
             if ledger.over:
                 void = participant.worker in self.epoch.void
                 return {"over": number, "after": self.commands.given, "void": void}, []
-            hungry = (
-                feeds is not None and not self.epoch.dealt and len(ledger.states.queue) <= feeds
-            )
-            return ({"hungry": True}, []) if hungry else None
+            few = low is not None and not self.epoch.dealt and len(ledger.states.queue) <= low
+            return ({"deal": True}, []) if few else None
 
-    def last_words(self, participant: Participant) -> Answer:
+    def final_answer(self, participant: Participant) -> Answer:
         """Return the answer for a worker whose fit is over, with the order to fetch after."""
         after = self.commands.given * (participant.fit == self.fit)
         return {"end": True, "after": after}, [self.told]
@@ -321,7 +319,7 @@ class Coordinator:
     ) -> Verdict:
         """Keep or drop a gradient, and apply the updates that it completes."""
         ticket = ledger.holds(push.worker)
-        if ticket is not None and self.participants.aside and self.in_step:
+        if ticket is not None and self.participants.left_loop and self.in_step:
             self.participants.refuse_alone(push.worker, ticket.first, self.done)
         turn, update = ledger.turn, None
         verdict = ledger.push(push)

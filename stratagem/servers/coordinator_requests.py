@@ -12,7 +12,7 @@ from stratagem.cluster.failure import failed
 from stratagem.errors import ReplicaLost
 from stratagem.rules.tickets import Push
 from stratagem.servers.coordinator import Answer, Coordinator
-from stratagem.servers.leaving import nobody_works, refuse_torn
+from stratagem.servers.leaving import nobody_works, refuse_half_done
 from stratagem.servers.participants import Epoch, Participant
 from stratagem.servers.requests import CHIEF, MEMBER, WORKER, Number, Peer, request, tree
 from stratagem.servers.shard_requests import gradient
@@ -131,7 +131,7 @@ def retire(coordinator: Coordinator, participant: Participant) -> Answer:
             coordinator.changed.notify_all()
         while coordinator.ledger_of(participant) is not None:
             coordinator.changed.wait(0.5)
-        return coordinator.last_words(participant)
+        return coordinator.final_answer(participant)
 
 
 @request("finish", CHIEF, body=tree)
@@ -144,10 +144,10 @@ def finish(coordinator: Coordinator, peer: Peer | None, body: Tensor) -> None:
     with coordinator.changed:
         while coordinator.in_step and coordinator.running and coordinator.open_ledger().states.kept:
             ledger = coordinator.open_ledger()
-            refuse_torn(ledger, idle=nobody_works(coordinator, ledger, chief))
+            refuse_half_done(ledger, idle=nobody_works(coordinator, ledger, chief))
             coordinator.changed.wait(0.5)
         if coordinator.in_step and coordinator.running:
-            refuse_torn(coordinator.open_ledger())
+            refuse_half_done(coordinator.open_ledger())
         coordinator.running, coordinator.told = False, body
         coordinator.changed.notify_all()
 
@@ -185,8 +185,8 @@ def deal(
             coordinator.epoch = Epoch(epoch)
             ledger.open_epoch()
             if coordinator.in_step:
-                refuse_torn(ledger)
-                for worker in list(participants.aside):  # each has a part of every batch
+                refuse_half_done(ledger)
+                for worker in list(participants.left_loop):  # each has a part of every batch
                     participants.come_back(ledger, worker)
         blocks = iter(body)
         for count, parts in runs:
@@ -203,13 +203,13 @@ def deal(
         return {"left": len(ledger.states.queue)}
 
 
-@request("next", MEMBER, epoch=int, have=int, feeds=int | None, strict=bool | None)
+@request("next", MEMBER, epoch=int, have=int, low=int | None, strict=bool | None)
 def next_ticket(
     coordinator: Coordinator,
     participant: Participant,
     epoch: int,
     have: int,
-    feeds: int | None,
+    low: int | None,
     strict: bool | None,
 ) -> Answer:
     """Wait for a ticket, which comes with the newest values, or for the end of the epoch or fit.
@@ -221,10 +221,10 @@ def next_ticket(
         begun = coordinator.clock()
         while _gathering(coordinator, participant):
             coordinator.changed.wait(0.5)
-        coordinator.participants.say_who_is_missing(coordinator.clock())
+        coordinator.participants.log_missing(coordinator.clock())
         try:
             while True:
-                answer = coordinator.offer(participant, epoch, have, feeds, begun, bool(strict))
+                answer = coordinator.offer(participant, epoch, have, low, begun, bool(strict))
                 if answer is not None:
                     return answer
                 coordinator.waiting[participant] = begun

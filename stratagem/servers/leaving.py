@@ -1,8 +1,8 @@
 """Workers that leave their loop over an epoch's batches early (`break`), and what follows.
 
-    in the loop  -- request "aside" -->  aside  -- asks for another epoch's work -->  in the loop
+    in the loop  -- request "leave loop" -->  outside  -- asks for another epoch -->  in the loop
 
-No worker waits for one that is aside. With asynchronous updates that is all. In step
+No worker waits for one that is outside. With asynchronous updates that is all. In step
 (`Coordinator.in_step`) every worker has a part of every batch, so leaving concerns all of them:
 
     the chief leaves         The epoch ends with the last batch that the chief did a part of. Parts
@@ -11,14 +11,14 @@ No worker waits for one that is aside. With asynchronous updates that is all. In
     another worker leaves    All workers must leave at the same batch: a gradient of a batch that
                              the worker did no part of is refused (`Participants.refuse_alone`).
     either                   waits for the batch that it did its part of. If the batch cannot be
-                             completed, the job fails (`refuse_torn`).
+                             completed, the job fails (`refuse_half_done`).
 
 The state of this lies where it is used:
 
-    Participants.aside   the workers that are aside
-    Coordinator.done     by worker, the batch that it last did a part of
-    Epoch.void           the workers whose last part was dropped again
-    Ledger.torn          whether a batch was given up half done
+    Participants.left_loop   the workers that are outside
+    Coordinator.done         by worker, the batch that it last did a part of
+    Epoch.void               the workers whose last part was dropped again
+    Ledger.half_done         whether a batch was given up half done
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from stratagem.servers.participants import Participant
 from stratagem.servers.requests import MEMBER, request
 
 
-@request("aside", MEMBER, epoch=int)
-def stand_aside(coordinator: Coordinator, participant: Participant, epoch: int) -> dict[str, Any]:
-    """Put a worker aside; in step, wait until the batch that it did its part of is applied."""
+@request("leave loop", MEMBER, epoch=int)
+def leave_loop(coordinator: Coordinator, participant: Participant, epoch: int) -> dict[str, Any]:
+    """Note that a worker has left; in step, wait until the batch of its last part is applied."""
     with coordinator.changed:
         ledger, worker = coordinator.ledger_of(participant), participant.worker
         if ledger is None:
@@ -44,7 +44,7 @@ def stand_aside(coordinator: Coordinator, participant: Participant, epoch: int) 
         if epoch < coordinator.epoch.number:  # the chief has gone on already
             ledger.join(worker)
         else:
-            coordinator.participants.aside.add(worker)
+            coordinator.participants.left_loop.add(worker)
             if participant.chief and coordinator.in_step:
                 _end_epoch(coordinator, ledger, worker)
         coordinator.settle()
@@ -57,7 +57,7 @@ def stand_aside(coordinator: Coordinator, participant: Participant, epoch: int) 
             if coordinator.epoch.number > epoch or nobody_works(coordinator, ledger, None):
                 break  # the next epoch waits for this worker; or the next request is refused
             coordinator.changed.wait(0.5)
-        return {"after": coordinator.last_words(participant)[0]["after"]}
+        return {"after": coordinator.final_answer(participant)[0]["after"]}
 
 
 @request("enough", MEMBER)
@@ -85,9 +85,9 @@ def nobody_works(coordinator: Coordinator, ledger: Ledger, chief: Participant | 
     return not working and not ledger.states.held
 
 
-def refuse_torn(ledger: Ledger, *, idle: bool = False) -> None:
+def refuse_half_done(ledger: Ledger, *, idle: bool = False) -> None:
     """Raise if a batch was given up half done, or if no worker is left to complete it (`idle`)."""
-    if ledger.torn or idle:
+    if ledger.half_done or idle:
         raise NotDistributable(
             "the loop was left when a batch was half done: in step a batch is done when all "
             "its parts are, and not all workers were here to do theirs. Start them all, or "

@@ -42,9 +42,9 @@ class LocalWorker:
     name: str
     pool: Pool
     #: when it was started
-    hired: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     #: whether it has connected to the servers
-    seated: bool = False
+    connected: bool = False
     #: whether it has got the present call
     called: bool = False
     #: whether its answer is due
@@ -71,23 +71,24 @@ class LocalWorkers:
         worker: Client,
         start: Callable[[int, Pool | None], Pool],
         arrive: float,
-        tend: Callable[[], None] | None = None,
+        restart_dead: Callable[[], None] | None = None,
     ) -> None:
-        """worker  the client of this process
-        start   starts a worker in a new child, or in the given one
-        arrive  seconds after which a worker that has not come is replaced
-        tend    called repeatedly during a call: restarts dead servers
+        """worker        the client of this process
+        start         starts a worker in a new child, or in the given one
+        arrive        seconds after which a worker that has not come is replaced
+        restart_dead  called repeatedly during a call: restarts dead servers
         """
-        self._worker, self._start, self._arrive, self._tend = worker, start, arrive, tend
+        self._worker, self._start, self._arrive = worker, start, arrive
+        self._restart_dead = restart_dead
         self.members: list[LocalWorker] = []
         #: why the present call cannot go on
         self.error: BaseException | None = None
         self._done = threading.Event()
         self._model_pickle = b""
         self._segments: list[Any] = []
-        self._overseer: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
 
-    def hire(self, indices: range) -> None:
+    def start_all(self, indices: range) -> None:
         """Start these workers, without waiting for them."""
         for i in indices:
             self.members.append(LocalWorker(i, f"worker {i}", self._start(i, None)))
@@ -95,24 +96,24 @@ class LocalWorkers:
     def begin(self, call: tuple[Any, ...]) -> None:
         """Have all workers run this call, while the caller runs its own part."""
         self.error, self._done = None, threading.Event()
-        if not self.members and self._tend is None:
+        if not self.members and self._restart_dead is None:
             return
         self._model_pickle, self._segments = graph_pickle.dumps(call)
         for child in self.members:
             child.called, child.waiting, child.value = False, True, None
             child.in_vain = child.received = 0
         self._wait_for_all()
-        self._overseer = threading.Thread(
-            target=self._oversee, name="stratagem-children", daemon=True
+        self._watcher = threading.Thread(
+            target=self._watch_children, name="stratagem-children", daemon=True
         )
-        self._overseer.start()
+        self._watcher.start()
 
     def leave_alone(self) -> None:
         """Stop watching the workers: the caller's own part is done."""
         self._done.set()
-        if self._overseer is not None:
-            self._overseer.join()
-            self._overseer = None
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
 
     def collect(self, *, trained: bool) -> list[Any]:
         """Wait for the answers and return them; after a training, replace silent workers, too."""
@@ -132,14 +133,14 @@ class LocalWorkers:
         """
         self._worker, until = worker, time.monotonic() + _LET_GO
         for child in self.members:
-            before, free = child.pool, child.seated
+            before, free = child.pool, child.connected
             if free and child.called and child.waiting:
                 free = child.one.answer(max(0.0, until - time.monotonic()), patiently) is not None
             try:
                 child.pool = self._start(child.index, child.pool if free else None)
             except ChildProcessError:  # it has ended since
                 free, child.pool = False, self._start(child.index, None)
-            child.hired, child.seated, child.called = time.monotonic(), False, False
+            child.started, child.connected, child.called = time.monotonic(), False, False
             child.waiting = False
             if not free:
                 before.end()
@@ -156,7 +157,7 @@ class LocalWorkers:
         while time.monotonic() < until and not all(child.called for child in self.members):
             self._look(patiently)
 
-    def _oversee(self) -> None:
+    def _watch_children(self) -> None:
         """Send the call to the children, replace those that die, and note failures."""
         while not self._done.is_set() and self.error is None:
             try:
@@ -173,10 +174,10 @@ class LocalWorkers:
 
     def _look(self, watch: Callable[[], None], *, spare_the_silent: bool = True) -> None:
         """Wait up to a tenth of a second for answers or deaths of children."""
-        if self._tend is not None:
-            self._tend()
+        if self._restart_dead is not None:
+            self._restart_dead()
         for child in self.members:
-            if child.waiting and child.seated and not child.called:
+            if child.waiting and child.connected and not child.called:
                 self._hand_over(child, watch)
         waiting = {child.one.control: child for child in self.members if child.waiting}
         for sock in select.select(list(waiting), [], [], 0.1)[0]:
@@ -186,7 +187,7 @@ class LocalWorkers:
         for child in self.members:
             if child.waiting and child.name in given_up:
                 self._replace(child, "does not answer any more")
-            elif not child.seated and time.monotonic() - child.hired > self._arrive:
+            elif not child.connected and time.monotonic() - child.started > self._arrive:
                 self._replace(child, "has not come")  # unknown to the coordinator yet
 
     def _hand_over(self, child: LocalWorker, watch: Callable[[], None]) -> None:
@@ -206,10 +207,10 @@ class LocalWorkers:
         elif answer.failed:
             child.waiting = False
             raise _failure(child.name, answer) from answer.error
-        elif child.seated:
+        elif child.connected:
             child.waiting, child.value = False, answer.value
         else:
-            child.seated = True
+            child.connected = True
 
     def _replace(self, child: LocalWorker, why: str) -> None:
         if (orphaned := child.pool.orphaned()) is not None:
@@ -228,8 +229,8 @@ class LocalWorkers:
         child.pool.end()
         self._worker.lines.heartbeat.given_up.discard(child.name)
         self._worker.lines.heartbeat.silent.discard(child.name)
-        child.seated = child.called = False
-        child.pool, child.hired = self._start(child.index, None), time.monotonic()
+        child.connected = child.called = False
+        child.pool, child.started = self._start(child.index, None), time.monotonic()
 
     def _received(self, child: LocalWorker) -> int:
         """Return how many gradients this worker number has pushed so far."""
@@ -319,14 +320,14 @@ class LocalServers:
                 f"ps {i} has ended while it started; its output stands above.", f"ps {i}"
             )
 
-    def tend(self) -> None:
+    def restart_dead(self) -> None:
         """Restart dead servers, but not the first; other servers send them their shards."""
         for i in self._ended():
             pool = self.pools[i]
             if i > 0 and pool.followers[0].answer(0.0) is None and pool.orphaned() is None:
                 self._start_again(i)
 
-    def revive(self) -> None:
+    def restart(self) -> None:
         """Restart every server that has ended."""
         for i in self._ended():
             if (orphaned := self.pools[i].orphaned()) is not None:

@@ -49,14 +49,14 @@ class Participants:
         #: participants that take no more work, but wait for the end
         self.retired: set[Participant] = set()
         #: workers that left their loop, until they come for another epoch (leaving.py)
-        self.aside: set[int] = set()
+        self.left_loop: set[int] = set()
         self.open(0, 0.0)
 
     def open(self, expected: int, now: float) -> None:
         """Begin a fit with so many workers."""
         self.here.clear()
         self.retired.clear()
-        self.aside.clear()
+        self.left_loop.clear()
         self._expected, self._opened = set(range(expected)), now
         self._came: set[int] = set()
         #: whether the busy workers, and the missing ones, have been logged
@@ -65,11 +65,11 @@ class Participants:
     def join(self, participant: Participant) -> None:
         self.here[participant.worker] = participant
         self._came.add(participant.worker)
-        self.aside.discard(participant.worker)
+        self.left_loop.discard(participant.worker)
 
     def leave(self, participant: Participant) -> None:
         del self.here[participant.worker]
-        self.aside.discard(participant.worker)
+        self.left_loop.discard(participant.worker)
 
     def refuse(self, participant: Participant) -> NoReturn:
         """Refuse a worker that was given up, or whose place another process has taken."""
@@ -99,7 +99,7 @@ class Participants:
             )
         return bool(busy)
 
-    def say_who_is_missing(self, now: float) -> None:
+    def log_missing(self, now: float) -> None:
         """Log, once per fit, which expected workers have not come."""
         missing, waited = self._expected - self._came, now - self._opened
         if missing and not self._said and waited >= GATHERING:
@@ -121,19 +121,19 @@ class Participants:
         return [
             participant
             for worker, participant in self.here.items()
-            if participant not in self.retired and worker not in self.aside
+            if participant not in self.retired and worker not in self.left_loop
         ]
 
     def come_back(self, ledger: Ledger, worker: int) -> None:
-        """Give a worker that was aside tickets again, unless it has retired."""
-        self.aside.discard(worker)
+        """Give a worker that had left its loop tickets again, unless it has retired."""
+        self.left_loop.discard(worker)
         participant = self.here.get(worker)
         if participant is not None and participant not in self.retired:
             ledger.join(worker)
 
     def refuse_alone(self, worker: int, batch: int, done: dict[int, int]) -> None:
         """Refuse a gradient, in step, of a batch that a worker which left its loop did not do."""
-        left = [each for each in self.aside if each != worker and done.get(each, -1) < batch]
+        left = [each for each in self.left_loop if each != worker and done.get(each, -1) < batch]
         if left:
             raise NotDistributable(
                 f"worker {left[0]} left its loop over the batches (break?) earlier than worker "

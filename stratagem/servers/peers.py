@@ -121,8 +121,8 @@ class TaskHeartbeat:
             except ValueError as problem:
                 log.warning("figures of a worker make no sense: %s", problem)
         if "over" in note:
+            self.on_over()  # first: who waits for trouble goes on when this has left
             self.leave(wait=False)
-            self.on_over()
         if "error" in note:
             error = error_of(note)
             if isinstance(error, ReplicaError):

@@ -301,7 +301,7 @@ class Server:
                     continue
                 order = frame.header["order"]
                 value = shard.obey(order)
-                if order[0] == "bury":
+                if order[0] == "remove":
                     self.peers.dismiss(order[1])
                 if value is not None:
                     peer.connection.send({"value": value})

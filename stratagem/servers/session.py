@@ -93,11 +93,11 @@ class Session:
         self.statistics = RunningStatistics(
             worker, module, self.beside, self.plan.workers, self.residuals
         )
-        worker.at_fall = self._fall
+        worker.at_failure = self._give_model_back
         names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.over = worker.join(self.number, self.params, names)
         if self.over is not None:
-            worker.at_fall = None
+            worker.at_failure = None
             return
         self.cancels = isinstance(self.plan.updates, Synchronous) and self.plan.updates.spares > 0
         self._handles += [
@@ -105,7 +105,7 @@ class Session:
             for i, p in enumerate(self.params)
         ]
 
-    def _fall(self) -> None:
+    def _give_model_back(self) -> None:
         """After a failure: give the model back to the user, with its present values."""
         for handle in self._handles:
             handle.remove()
@@ -266,7 +266,7 @@ class Session:
             self._read_last()  # with all gradients that counted
         else:
             self.worker.refresh()
-        self.worker.at_fall = None
+        self.worker.at_failure = None
         self.worker.memory.close()
         self.worker.ask("leave")
         self.forget_gradients()

@@ -361,7 +361,7 @@ _ORDERS: dict[str, Callable[..., Any]] = {
     "settings": lambda shard, groups: shard.store.set_settings(groups),
     "snapshot": _set_aside,
     "leave": lambda shard, placement: shard.slots.pop(placement, None) and None,
-    "bury": lambda shard, placement: shard.slots.pop(placement, None) and None,
+    "remove": lambda shard, placement: shard.slots.pop(placement, None) and None,
     "flush": lambda shard: 0.0,  # its answer shows that all earlier orders are done
     "forget": lambda shard: shard.store.forget(),  # drops the sum of a batch that was cancelled
 }

@@ -36,7 +36,7 @@ def gradient(shard: Shard, peer: Peer, frame: Frame) -> None:
 
     An empty frame is valid: no row was touched here, or no piece was used.
     """
-    if frame.header.get("laid"):
+    if frame.header.get("sent"):
         return  # it came during backward
     if frame.header.get("after"):  # the last gradient may not be read yet
         after = frame.header["after"]

@@ -127,7 +127,7 @@ def become_worker(
     if threads:
         torch.set_num_threads(threads)
     if (before := present()) is not None:  # its servers are gone
-        before.fall()
+        before.give_model_back()
         before.close(goodbye=False)
     worker = Client(index, name, False, address, patience)
     become(worker)

@@ -175,7 +175,7 @@ class TicketLoader:
             except NotDistributable as refusal:
                 self._refusal = refusal  # raised later: Python would drop it here
             self._held = None
-            self.session.worker.stand_aside(self._epoch)
+            self.session.worker.leave_loop(self._epoch)
             self._writes.mark()
         plan = self.session.plan
         if self.session.worker.is_chief and plan.parts == plan.workers:

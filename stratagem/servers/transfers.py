@@ -86,13 +86,13 @@ class Transfers(ServerState):
         #: by line; made when first needed. None: the caller's thread carries everything
         self._threads: dict[Line, TransferThread] | None = None
         #: by shard: the gradient that was sent last
-        self._laid: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
+        self._sent: dict[int, tuple[dict[str, Any], list[Tensor]]] = {}
         #: how many orders had been given when the last ticket was
         self._dealt = 0
         #: servers to which gradients travel while backward makes them
         self._streamed: set[int] = set()
 
-    def begin_traffic(self, memory: WorkerMemory) -> None:
+    def begin_transfers(self, memory: WorkerMemory) -> None:
         """Begin a training."""
         self.memory = memory
         #: by server: the version of the values here
@@ -213,18 +213,18 @@ class Transfers(ServerState):
         assert self.plan is not None
         return {"t": "stage", "after": self._dealt} if self.plan.backups else {"t": "stage"}
 
-    def _lay_down(self, shards: Sequence[int]) -> None:
+    def _send_gradients(self, shards: Sequence[int]) -> None:
         """Send servers their parts of the gradient, unless they share its memory."""
         sent = []
-        self._laid.clear()
+        self._sent.clear()
         for i in shards:
-            self._laid[i] = self.memory.outgoing(i)
-            sent += self._lay(i, self.lines.of(i), again=self._leftovers)
+            self._sent[i] = self.memory.outgoing(i)
+            sent += self._send_part(i, self.lines.of(i), again=self._leftovers)
         for each in sent:
             self.lines.finish(*each)
 
-    def _lay(self, i: int, lines: Sequence[Line], *, again: bool) -> list[tuple[int, Line]]:
-        header, body = self._laid[i]
+    def _send_part(self, i: int, lines: Sequence[Line], *, again: bool) -> list[tuple[int, Line]]:
+        header, body = self._sent[i]
         if self.memory.handle is not None and not header and not again:
             return []
         return self.lines.write_to(i, lines, {**self._stage_header(), **header}, body)
@@ -241,28 +241,28 @@ class Transfers(ServerState):
                 asked += self.lines.write_to(i, others, {"t": "settled", "after": after})
         return asked
 
-    def _lay_down_again(self) -> None:
+    def _send_to_new_holders(self) -> None:
         """Send a server that has come back the gradient that other holders have."""
         for i, line in self.renew(self.fits - 1):
-            if i not in self._laid:
-                self._laid[i] = self.memory.outgoing(i)
-            for each in self._lay(i, [line], again=False):
+            if i not in self._sent:
+                self._sent[i] = self.memory.outgoing(i)
+            for each in self._send_part(i, [line], again=False):
                 self.lines.finish(*each)
 
-    def _ask_for_verdict(self, header: dict[str, Any], *, laid: bool) -> Frame:
+    def _ask_for_verdict(self, header: dict[str, Any], *, sent: bool) -> Frame:
         """Push; push again if servers came back meanwhile, once they have the gradient, too."""
         assert self.plan is not None
         body: Sequence[Tensor] = ()
-        if not laid:
+        if not sent:
             how, body = self.memory.outgoing(0)
             header = {**header, **how}
         while True:
-            told = {**header, "laid": True} if laid else header
+            told = {**header, "sent": True} if sent else header
             if self.plan.backups:
                 told = {**told, "holders": self._generation, "lost": self.lines.take_lost()}
             self.lines.write(0, told, body)
             frame = self.lines.receive(0)
             if "again" not in frame.header:
                 return frame
-            self._lay_down_again()
-            laid, body = True, ()
+            self._send_to_new_holders()
+            sent, body = True, ()

@@ -135,9 +135,13 @@ class WorkerGroup:
         if self.place is not None:
             become(self.worker)
         if self.cluster is not None:
-            tend = self._servers.tend if self._backups else None
-            self._children = LocalWorkers(self.worker, self._hire, self.patience.arrive, tend)
-            self._children.hire(range(1, self.cluster.workers))
+            self._children = LocalWorkers(
+                self.worker,
+                self._start_worker,
+                self.patience.arrive,
+                self._servers.restart_dead if self._backups else None,
+            )
+            self._children.start_all(range(1, self.cluster.workers))
         replica = replica_of(self.index, self.size, self.devices[0], self.name)
         if self.place is not None:
             be(replica)
@@ -147,7 +151,7 @@ class WorkerGroup:
         me = self.index, self.name, self.place is None or self.place.is_chief
         worker = Client(*me, address, self.patience, watch, returns=again)
         if self.cluster is not None:
-            weakref.finalize(self, _let_go, worker).atexit = False
+            weakref.finalize(self, _hang_up_silently, worker).atexit = False
         return worker
 
     def _address(self) -> Address:
@@ -161,7 +165,7 @@ class WorkerGroup:
         self._servers.start(address, self.patience, self.parameter_device)
         return address
 
-    def _hire(self, index: int, pool: Pool | None) -> Pool:
+    def _start_worker(self, index: int, pool: Pool | None) -> Pool:
         """Have a child (`pool`, or a new one) become a worker, without waiting for its answer."""
         assert self.worker is not None
         pool = pool or Pool([f"worker {index}"])
@@ -200,7 +204,7 @@ class WorkerGroup:
             try:
                 return self._call_again(function, args, sent, again)
             except BaseException as error:
-                better = self._fall(error)
+                better = self._clear_up(error)
                 if better is error:
                     raise
                 raise better from error
@@ -227,9 +231,9 @@ class WorkerGroup:
                 why = _blamed(error, self._children, self._servers)
                 if again is None or self._group is not None or not is_server_lost(why):
                     raise
-                _part(self.worker, why)
+                _leave_servers(self.worker, why)
                 again.go_back(why)
-                self._come_together(fits)
+                self._reconnect(fits)
 
     def _call(
         self,
@@ -262,10 +266,10 @@ class WorkerGroup:
 
     # --- coming apart -----------------------------------------------------------------------
 
-    def _fall(self, error: BaseException) -> BaseException:
+    def _clear_up(self, error: BaseException) -> BaseException:
         """End everything after a failure, so that the next call starts afresh; return the cause."""
         if self.worker is not None:
-            self.worker.fall()
+            self.worker.give_model_back()
         better = _blamed(error, self._children, self._servers)
         if self.cluster is not None:
             self._end()
@@ -277,13 +281,13 @@ class WorkerGroup:
 
     # --- servers that were lost ---------------------------------------------------------------
 
-    def _come_together(self, fits: int) -> None:
+    def _reconnect(self, fits: int) -> None:
         """Connect to all servers again; local ones that died are restarted."""
         assert self.worker is not None
         address, until = self.worker.lines.address, time.monotonic() + self.patience.arrive
         while True:
             try:
-                self.worker = self._meet(address, self._servers.revive, again=True)
+                self.worker = self._meet(address, self._servers.restart, again=True)
                 break
             except (ReplicaLost, OSError):  # one of them has ended since
                 if time.monotonic() > until:
@@ -326,14 +330,14 @@ class WorkerGroup:
     def close(self) -> None:
         if os.getpid() == self._owner:
             with self._lock:
-                if self.worker is not None and self.worker.lines.fell:
-                    self.worker.fall()  # the error has been raised where it happened
+                if self.worker is not None and self.worker.lines.has_raised:
+                    self.worker.give_model_back()  # the error has been raised where it happened
                 elif self.worker is not None:
                     self.worker.settle()
                 self._end()
 
 
-def _let_go(worker: Client) -> None:
+def _hang_up_silently(worker: Client) -> None:
     """End the servers of a strategy that was dropped without `close`, silently."""
     worker.lines.heartbeat.leave(wait=False)
     worker.lines.hang_up()
@@ -350,11 +354,11 @@ def _blamed(
     return better
 
 
-def _part(worker: Client, why: BaseException) -> None:
+def _leave_servers(worker: Client, why: BaseException) -> None:
     """Leave the remaining servers, which start over; give the model back to the user."""
     assert isinstance(why, ReplicaError)
     worker.lines.heartbeat.announce(why)  # it may be known here alone
-    worker.fall()
+    worker.give_model_back()
     worker.close(goodbye=False)
 
 

@@ -163,7 +163,7 @@ class WorkerMemory:
             chosen = self.outbox.rows(index, piece.start, rows[here], values[here])
             self._rows[server][number] = (rows[here] - piece.start).contiguous(), chosen
 
-    def landed(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for gradients that are being copied from a GPU."""
         if self._pinned:
             kind_of(self.params[0].device).synchronize(self.params[0].device)

@@ -45,6 +45,7 @@ __all__ = [
 log = logging.getLogger("stratagem")
 
 TRY = 2.0  # seconds for one try to connect
+_LINUX = sys.platform == "linux"
 _UNIX = "unix:@"
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 _LOOK = 0.1  # seconds between two calls of `watch` while a peer does not answer
@@ -52,7 +53,7 @@ _LOOK = 0.1  # seconds between two calls of `watch` while a peer does not answer
 
 def local_address() -> str:
     """Return a new address for processes of this machine; unguessable, where Linux has such."""
-    if sys.platform == "linux":
+    if _LINUX:
         return f"{_UNIX}stratagem-{secrets.token_hex(16)}"
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"

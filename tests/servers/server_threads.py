@@ -21,13 +21,13 @@ from tests.clock import PATIENCE
 from tests.ports import free_ports
 
 
-class Office:
+class ThreadedJob:
     """Servers in threads of this process, and their workers."""
 
     def __init__(
         self,
         servers: int,
-        staff: int = 1,
+        workers: int = 1,
         *,
         addresses: Sequence[str] = (),
         secret: bytes = b"s" * 32,
@@ -38,10 +38,12 @@ class Office:
         self.threads = [threading.Thread(target=s.serve, daemon=True) for s in self.servers]
         for thread in self.threads:
             thread.start()
-        there = Address(tuple(self.addresses), self.secret)
-        self.workers = [
-            Client(i, f"worker {i}", i == 0, there, sg.Patience()) for i in range(staff)
-        ]
+        self.workers = [self.client(i) for i in range(workers)]
+
+    def client(self, index: int) -> Client:
+        """Connect as a worker."""
+        address = Address(tuple(self.addresses), self.secret)
+        return Client(index, f"worker {index}", index == 0, address, sg.Patience())
 
     def begin(
         self, module: nn.Module, optimizer: Any, *, worker: int = 0, **served: Any
@@ -64,14 +66,14 @@ class Office:
 
 
 @contextmanager
-def evaluator() -> Iterator[tuple[Office, sg.ParameterServerStrategy]]:
+def evaluator() -> Iterator[tuple[ThreadedJob, sg.ParameterServerStrategy]]:
     """A job with one server, and the strategy of its evaluator task."""
     worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
     spec = sg.ClusterSpec({"worker": [worker], "ps": [server]})
-    office = Office(1, addresses=[server], secret=job_secret({}, spec.to_json()))
+    job = ThreadedJob(1, addresses=[server], secret=job_secret({}, spec.to_json()))
     strategy = sg.ParameterServerStrategy(sg.Place(spec, sg.Task("evaluator"), "the test"))
     try:
-        yield office, strategy
+        yield job, strategy
     finally:
         strategy.close()
-        office.close()
+        job.close()

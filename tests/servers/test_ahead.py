@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,20 +14,17 @@ import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.rules.stats import Stats
 from stratagem.servers import participants
-from stratagem.servers.client import Assignment, Client, EpochOver
-from stratagem.servers.connections import Address
+from stratagem.servers.client import Assignment, EpochOver
 from stratagem.servers.loop_session import LoopSession
-from stratagem.servers.server import Server
 from stratagem.servers.session import Session
 from stratagem.servers.ticket_loop import TicketLoader
 from stratagem.training.loss_reading import PushWeights
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Served
 from stratagem.wire.collective import Alone
-from stratagem.wire.tcp import local_address
-from tests.clock import PATIENCE
 from tests.replicas.scripts import wait_for
 from tests.servers.fault_support import Counter, balanced, by_one
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -45,29 +41,17 @@ def _in_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def join() -> Iterator[Callable[[int], Session]]:
     """Join two servers in threads of this process as one of their workers."""
-    addresses, secret = [local_address() for _ in range(2)], b"s" * 32
-    servers = [Server(i, addresses, secret) for i in range(2)]
-    threads = [threading.Thread(target=server.serve, daemon=True) for server in servers]
-    for thread in threads:
-        thread.start()
-    sessions: list[Session] = []
+    job = ThreadedJob(2, workers=0)
 
     def take_part(index: int, updates: Any = None, kind: type[Session] = Session) -> Session:
-        worker = Client(
-            index, f"worker {index}", index == 0, Address(tuple(addresses), secret), sg.Patience()
-        )
         counter = Counter(ROWS)
         served = Served(updates or sg.Asynchronous(), sg.FixedShards(2), workers=2, servers=2)
-        sessions.append(kind(worker, counter, by_one(counter.parameters()), served))
-        return sessions[-1]
+        job.workers.append(job.client(index))
+        return kind(job.workers[-1], counter, by_one(counter.parameters()), served)
 
     yield take_part
-    for session in reversed(sessions):  # the chief last
-        session.worker.close()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    wait_for(lambda: not any(server.peers.present() for server in servers))  # nor any thread
+    job.close()
+    wait_for(lambda: not any(server.peers.present() for server in job.servers))  # nor any thread
 
 
 def take(session: Session, wanted: int | None = None) -> Assignment:

@@ -31,7 +31,7 @@ from tests.servers.fault_support import (
     shoot,
     worker_group_of,
 )
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(120)
@@ -106,11 +106,11 @@ def test_a_shard_lies_on_its_own_server_and_the_next_ones() -> None:
 def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with scaled gradients, which no holder may scale in place."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
-    office = Office(3, 2)
+    job = ThreadedJob(3, 2)
     nets = [nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(3))) for _ in "ab"]
     rule = {"updates": RULES["free"], "backups": 1}
     sessions = [
-        office.begin(net, torch.optim.Adam(net.parameters(), lr=0.01), worker=i, **rule)
+        job.begin(net, torch.optim.Adam(net.parameters(), lr=0.01), worker=i, **rule)
         for i, net in enumerate(nets)
     ]
     sessions[0].worker.deal(1, 0, [(10, 1)], True)
@@ -121,10 +121,10 @@ def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyP
             net(torch.randn(8, 128)).pow(2).mean().backward()
             session.worker.push(work.ticket, 1.0, 1.0, 8)
             session.forget_gradients()
-    coordinator = office.servers[0].coordinator
+    coordinator = job.servers[0].coordinator
     assert coordinator is not None
     for shard, holders in ((1, (1, 2)), (2, (2, 0))):
-        found = [office.servers[server].shards.of(shard) for server in holders]
+        found = [job.servers[server].shards.of(shard) for server in holders]
         for each in found:
             each.wait_until(lambda: each.done >= coordinator.commands.given)  # noqa: B023
         assert found[0].store.version == found[1].store.version == 10
@@ -134,21 +134,21 @@ def test_all_holders_have_the_same_bits(shared: str, monkeypatch: pytest.MonkeyP
             assert all(torch.equal(mine[name], theirs[name]) for name in ("exp_avg", "exp_avg_sq"))
     for session in sessions:
         session.end()
-    office.close()
+    job.close()
 
 
 def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
     """The worker gets no ticket before that, because it would overwrite the gradient."""
-    office = Office(2)
+    job = ThreadedJob(2)
     net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    session = office.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), backups=1)
+    session = job.begin(net, torch.optim.SGD(net.parameters(), lr=0.1), backups=1)
     worker = session.worker
     worker.deal(1, 0, [(2, 1)], True)
     work = worker.next()
     assert isinstance(work, Assignment)
     net(torch.ones(1, 4)).sum().backward()
     came = threading.Event()
-    backup = office.servers[0].shards.of(1)
+    backup = job.servers[0].shards.of(1)
 
     def go_on() -> None:
         worker.push(work.ticket, 1.0, 1.0, 1)
@@ -162,7 +162,7 @@ def test_a_gradient_lies_there_until_all_holders_have_read_it() -> None:
     thread.join(PATIENCE)
     assert came.is_set() and backup.done == 1
     session.end()
-    office.close()
+    job.close()
 
 
 # --- killed servers ------------------------------------------------------------------------------

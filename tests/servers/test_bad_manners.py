@@ -30,14 +30,14 @@ from stratagem.wire.tcp import local_address
 from tests.clock import PATIENCE, in_time
 from tests.replicas.scripts import wait_for
 from tests.servers.fault_support import count, local
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
-def office() -> Iterator[Office]:
-    made = Office(1)
+def job() -> Iterator[ThreadedJob]:
+    made = ThreadedJob(1)
     yield made
     made.close()
 
@@ -78,8 +78,8 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
     chief.lines.of(0)[0].connection.send = by_halves  # type: ignore[method-assign, assignment]
     module = nn.Linear(50, 50)
     with pytest.raises(sg.ReplicaError):
-        Office.begin(
-            _Staff(chief),
+        ThreadedJob.begin(
+            _OneWorker(chief),
             module,
             torch.optim.SGD(module.parameters(), lr=0.1),  # type: ignore[arg-type]
         )
@@ -89,42 +89,42 @@ def test_a_chief_that_stops_in_mid_opening_is_given_up(monkeypatch: pytest.Monke
     assert [error.who for error in raised] == ["worker 0"]  # type: ignore[attr-defined]
 
 
-class _Staff:
+class _OneWorker:
     """The servers' handle as `begin` expects it."""
 
     def __init__(self, worker: Client) -> None:
         self.workers, self.servers = [worker], [None]
 
 
-def test_a_refused_request_with_a_body_harms_nobody(office: Office) -> None:
-    chief, module = office.workers[0], nn.Linear(2, 1)
+def test_a_refused_request_with_a_body_harms_nobody(job: ThreadedJob) -> None:
+    chief, module = job.workers[0], nn.Linear(2, 1)
     for told in ({"t": "assign", "pieces": []}, {"t": "what"}):
         with pytest.raises(sg.UsageError, match=r"no training is under way|does not know"):
             chief.lines.call(0, told, [torch.ones(5)])
-    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    session = job.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
     session.end()
-    assert office.servers[0].failure is None
+    assert job.servers[0].failure is None
 
 
 def test_a_job_that_runs_needs_no_new_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if a worker other than the chief asks for statistics."""
-    office = Office(1, staff=2)
+    job = ThreadedJob(1, workers=2)
 
     def refused(*_: object) -> None:
         raise ConnectionRefusedError("a stranger was first")
 
     monkeypatch.setattr(connections, "connect_all", refused)
-    for worker in office.workers:
+    for worker in job.workers:
         assert worker.stats() is None
-    office.close()
+    job.close()
 
 
 def test_who_is_late_for_the_last_means_has_them_all_the_same() -> None:
     """The chief ends the training as soon as it has sent the last running means."""
-    office = Office(1, staff=2)
+    job = ThreadedJob(1, workers=2)
     made = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
     sessions = [
-        office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1), worker=i)
+        job.begin(module, torch.optim.SGD(module.parameters(), lr=0.1), worker=i)
         for i, module in enumerate(made)
     ]
     made[0].running_mean.fill_(3.0)  # type: ignore[union-attr]
@@ -137,22 +137,22 @@ def test_who_is_late_for_the_last_means_has_them_all_the_same() -> None:
     for session in reversed(sessions):
         session.worker.memory.close()
         session.worker.ask("leave")
-    office.close()
+    job.close()
 
 
-def test_more_values_announced_than_sent(office: Office) -> None:
+def test_more_values_announced_than_sent(job: ThreadedJob) -> None:
     """The request is refused before memory is allocated for the values."""
-    chief, module = office.workers[0], nn.Linear(2, 1)
-    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    chief, module = job.workers[0], nn.Linear(2, 1)
+    session = job.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
     told = {"t": "open", "fit": 9, "plan": session.plan.to_json()}
     with pytest.raises(sg.UsageError, match="more values than it sends"):
         chief.lines.call(0, told, [torch.ones(1)])
     session.end()
 
 
-def test_a_coordinator_that_is_gone_is_named_by_who_listens(office: Office) -> None:
+def test_a_coordinator_that_is_gone_is_named_by_who_listens(job: ThreadedJob) -> None:
     """A worker that only listens raises the same error as a worker that sends requests."""
-    chief = office.workers[0]
+    chief = job.workers[0]
     here, there = socket.socketpair()
     (line,) = chief.lines.of(0)
     old, line.connection = line.connection, Connection(PlainChannel(here), "ps 0")

@@ -28,7 +28,7 @@ from stratagem.servers.shard_requests import gradient
 from stratagem.training.settings import Served
 from stratagem.wire.tcp import Frame
 from tests.codecs.by_hand import Pushes, int8
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 from tests.support import data, mlp, moved
 
 pytestmark = pytest.mark.timeout(120)
@@ -175,9 +175,9 @@ class Counted:
 
 @contextmanager
 def session(wire: Any, module: nn.Module, rate: float = 0.1, servers: int = 1) -> Iterator[Any]:
-    office = Office(servers)
+    job = ThreadedJob(servers)
     try:
-        worker = office.workers[0]
+        worker = job.workers[0]
         rule = Served(sg.Asynchronous(), None, 1, servers, 0)
         optimizer = torch.optim.SGD(module.parameters(), lr=rate)
         made = Session(worker, module, optimizer, rule, wire=wire)
@@ -186,7 +186,7 @@ def session(wire: Any, module: nn.Module, rate: float = 0.1, servers: int = 1) -
         made.worker.put_back()
         made.end()
     finally:
-        office.close()
+        job.close()
 
 
 def push(made: Any, loss: Callable[[], Tensor]) -> bool:
@@ -397,14 +397,14 @@ def test_it_is_said_once_that_pushes_are_not_whole(caplog: pytest.LogCaptureFixt
 
 def test_optimizers_that_a_record_leads_astray_are_refused() -> None:
     module = mlp()
-    rule, office = Served(sg.Asynchronous(), None, 1, 1, 0), Office(1)
+    rule, job = Served(sg.Asynchronous(), None, 1, 1, 0), ThreadedJob(1)
     try:
         with pytest.raises(sg.NotDistributable, match="Adam divides by"):
             adam = torch.optim.Adam(module.parameters())
-            Session(office.workers[0], module, adam, rule, wire=sg.TopK(0.1))
+            Session(job.workers[0], module, adam, rule, wire=sg.TopK(0.1))
         with pytest.raises(sg.NotDistributable, match="would lose"):
             half = mlp().bfloat16()
             sgd = torch.optim.SGD(half.parameters(), lr=0.1)
-            Session(office.workers[0], half, sgd, rule, wire=sg.Int8())
+            Session(job.workers[0], half, sgd, rule, wire=sg.Int8())
     finally:
-        office.close()
+        job.close()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STRATAGEM_SECRET", raising=False)
     x, y, _, _ = digits()
-    with evaluator() as (office, strategy):
+    with evaluator() as (job, strategy):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y))
@@ -33,9 +33,9 @@ def test_a_loop_of_ones_own_is_refused_and_told_what_to_do(monkeypatch: pytest.M
         assert seen == [(False, "evaluator")]
         assert strategy.stats().received == 0  # a script may print them on every task
         assert strategy.audience is not None and not strategy.audience.over()
-        for worker in office.workers:
+        for worker in job.workers:
             worker.close()
-        for thread in office.threads:
+        for thread in job.threads:
             thread.join(PATIENCE)
         assert strategy.audience.over()
     assert sg.current_replica().is_chief  # nobody's evaluator any more
@@ -57,10 +57,10 @@ def test_its_history_has_what_the_chief_wrote_down(
         verbose=0,
         callbacks=[sg.callbacks.ModelCheckpoint(str(tmp_path / "last"))],
     )
-    with evaluator() as (office, strategy):
+    with evaluator() as (job, strategy):
         model = sg.Model(net(), strategy)
         model.compile("sgd", "cross_entropy")
-        over = threading.Timer(0.5, office.close)
+        over = threading.Timer(0.5, job.close)
         over.start()
         seen = model.fit(
             x,

@@ -29,12 +29,9 @@ import stratagem as sg
 from stratagem.replicas import pipe_frames
 from stratagem.replicas.zygote import ZygoteProcess
 from stratagem.servers import local_cluster
-from stratagem.servers.client import Assignment, Client
-from stratagem.servers.connections import Address
-from stratagem.servers.server import Server
+from stratagem.servers.client import Assignment
 from stratagem.servers.session import Session
 from stratagem.training.settings import Served
-from stratagem.wire.tcp import local_address
 from tests.clock import PATIENCE, in_time, unless_late
 from tests.replicas.scripts import Nursery, family, nursery, runs, wait_for
 from tests.servers.fault_support import (
@@ -52,6 +49,7 @@ from tests.servers.fault_support import (
     worker_group_of,
     worker_pids,
 )
+from tests.servers.server_threads import ThreadedJob
 from tests.support import by_hand, data, distance, mlp
 
 pytestmark = pytest.mark.timeout(120)
@@ -208,26 +206,17 @@ def end_on(worker: int, output: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def servers() -> Iterator[list[Server]]:
-    """Two servers in threads of this process."""
-    addresses, secret = [local_address() for _ in range(2)], b"s" * 32
-    both = [Server(i, addresses, secret) for i in range(2)]
-    threads = [threading.Thread(target=server.serve, daemon=True) for server in both]
-    for thread in threads:
-        thread.start()
-    yield both
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+def job() -> Iterator[ThreadedJob]:
+    made = ThreadedJob(2, workers=0)
+    yield made
+    made.close()
 
 
-def take_part(servers: list[Server], index: int, rows: int = ROWS, spares: int = 0) -> Session:
+def take_part(job: ThreadedJob, index: int, rows: int = ROWS, spares: int = 0) -> Session:
     """Begin the session of a worker whose model counts rows."""
-    address = Address(tuple(servers[0].addresses), servers[0].secret)
-    worker = Client(index, f"worker {index}", index == 0, address, sg.Patience())
     counter = Counter(rows)
     served = Served(sg.Synchronous(spares), sg.FixedShards(2), workers=2, servers=2)
-    return Session(worker, counter, by_one(counter.parameters()), served)
+    return Session(job.client(index), counter, by_one(counter.parameters()), served)
 
 
 def hand_in(session: Session, rows: Tensor) -> bool:
@@ -240,27 +229,27 @@ def hand_in(session: Session, rows: Tensor) -> bool:
 
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_a_gradient_outlives_its_worker(
-    servers: list[Server], shared: str, monkeypatch: pytest.MonkeyPatch
+    job: ThreadedJob, shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts on every server, though its worker died before all servers had read it.
 
     Another process has the worker's number by then, and its own gradient in shared memory.
     """
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", shared)
-    carry_out, slow = servers[1].shard.obey, threading.Event()
+    carry_out, slow = job.servers[1].shard.obey, threading.Event()
 
     def obey(order: Any) -> Any:
         if order[0] == "add":
             slow.wait(PATIENCE)
         return carry_out(order)
 
-    monkeypatch.setattr(servers[1].shard, "obey", obey)
-    chief, first = take_part(servers, 0), take_part(servers, 1)
+    monkeypatch.setattr(job.servers[1].shard, "obey", obey)
+    chief, first = take_part(job, 0), take_part(job, 1)
     chief.worker.deal(1, 0, [(1, 2)], True)
     rows = torch.arange(BATCH)
     assert hand_in(first, rows)
     first.worker.close(goodbye=False)
-    second = take_part(servers, 1)
+    second = take_part(job, 1)
     second.module(torch.arange(ROWS)).sum().mul(7).backward()
     time.sleep(0.3)
     slow.set()
@@ -273,15 +262,15 @@ def test_a_gradient_outlives_its_worker(
 
 
 def test_one_that_does_not_read_holds_nobody_up(
-    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+    job: ThreadedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped while values are sent to it; the servers do not wait for it."""
     monkeypatch.setenv("STRATAGEM_SHARED_MEMORY", "0")
-    chief = take_part(servers, 0, rows=500_000, spares=1)
-    deaf = take_part(servers, 1, rows=500_000, spares=1)
+    chief = take_part(job, 0, rows=500_000, spares=1)
+    deaf = take_part(job, 1, rows=500_000, spares=1)
     chief.worker.deal(1, 0, [(4, 1)], True)
-    deaf.worker.lines.write(0, {"t": "next", "epoch": 0, "have": -1, "feeds": None})
-    wait_for(lambda: not servers[0].coordinator or servers[0].coordinator.ledger.holds(1))
+    deaf.worker.lines.write(0, {"t": "next", "epoch": 0, "have": -1, "low": None})
+    wait_for(lambda: not job.servers[0].coordinator or job.servers[0].coordinator.ledger.holds(1))
     kept: list[bool] = []
     rest = threading.Thread(
         target=lambda: kept.extend(hand_in(chief, torch.arange(BATCH)) for _ in range(4)),

@@ -10,7 +10,7 @@ import stratagem as sg
 from stratagem.rules.tickets import Ticket
 from stratagem.servers.client import Assignment
 from stratagem.servers.session import Session
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -29,14 +29,14 @@ def push(session: Session, ticket: Ticket, gradient: float) -> None:
 
 @pytest.mark.parametrize("memories", [[0.0], [0.5], [0.9], [0.0, 0.5]])
 def test_each_policy_forgets_as_it_is_told(memories: list[float]) -> None:
-    office = Office(1, staff=2)
+    job = ThreadedJob(1, workers=2)
     updates = sg.Asynchronous(staleness=[sg.GapAware(memory) for memory in memories])
     sessions = []
     for worker in (0, 1):
         module = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(module.weight)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        sessions.append(office.begin(module, optimizer, worker=worker, updates=updates))
+        sessions.append(job.begin(module, optimizer, worker=worker, updates=updates))
     chief, other = sessions
     chief.worker.deal(1, 0, [(3, 1)], True)
     late = take(other)
@@ -51,4 +51,4 @@ def test_each_policy_forgets_as_it_is_told(memories: list[float]) -> None:
     assert float(chief.params[0].detach()) == pytest.approx(-4 - factor, abs=1e-6)
     chief.end()
     other.end()
-    office.close()
+    job.close()

@@ -25,7 +25,7 @@ from tests.clock import PATIENCE, in_time, unless_late, wait_for
 from tests.replicas.scripts import family, nursery, runs
 from tests.served_support import apart, digits, net
 from tests.servers.fault_support import Counter, by_one
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
@@ -33,11 +33,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
     """It ends its loop while the chief still trains, and joins the next training."""
-    office = Office(3, staff=2)
+    job = ThreadedJob(3, workers=2)
     try:
         for _ in range(2):
             chief, other = (
-                office.begin(counter, by_one(counter.parameters()), worker=i)
+                job.begin(counter, by_one(counter.parameters()), worker=i)
                 for i, counter in enumerate((Counter(12), Counter(12)))
             )
             other.end()
@@ -46,7 +46,7 @@ def test_a_worker_that_leaves_before_the_others_keeps_its_lines() -> None:
                 assert not other.worker.lines.call(server, {"t": "settled", "after": 0}).header
             chief.end()
     finally:
-        office.close()
+        job.close()
 
 
 def test_who_does_not_come_is_named_and_not_waited_for(
@@ -54,10 +54,10 @@ def test_who_does_not_come_is_named_and_not_waited_for(
 ) -> None:
     monkeypatch.setattr(participants, "GATHERING", 0.1)
     monkeypatch.setattr(participants, "BUSY", 0.3)
-    office = Office(1, staff=3)
+    job = ThreadedJob(1, workers=3)
     try:
         chief, other = (
-            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            job.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
             for i, counter in enumerate((Counter(12), Counter(12)))
         )
         chief.worker.deal(1, 0, [(1, 3)], True)
@@ -69,7 +69,7 @@ def test_who_does_not_come_is_named_and_not_waited_for(
         other.end()
         chief.end()
     finally:
-        office.close()
+        job.close()
 
 
 def test_who_is_busy_with_something_else_is_waited_for(
@@ -77,12 +77,12 @@ def test_who_is_busy_with_something_else_is_waited_for(
 ) -> None:
     """Its process is alive, perhaps loading data: no other worker computes its part."""
     monkeypatch.setattr(participants, "GATHERING", 0.1)
-    office = Office(1, staff=2)
+    job = ThreadedJob(1, workers=2)
 
     def begin(worker: int) -> Session:
         counter = Counter(12)
         optimizer = by_one(counter.parameters())
-        return office.begin(counter, optimizer, worker=worker, updates=sg.Synchronous())
+        return job.begin(counter, optimizer, worker=worker, updates=sg.Synchronous())
 
     try:
         chief = begin(0)
@@ -101,15 +101,15 @@ def test_who_is_busy_with_something_else_is_waited_for(
         other.end()
         chief.end()
     finally:
-        office.close()
+        job.close()
 
 
 def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_nobody() -> None:
     """The chief has begun the next epoch, in which it waits for this worker."""
-    office = Office(1, staff=2)
+    job = ThreadedJob(1, workers=2)
     try:
         chief, other = (
-            office.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
+            job.begin(counter, by_one(counter.parameters()), worker=i, updates=sg.Synchronous())
             for i, counter in enumerate((Counter(12), Counter(12)))
         )
 
@@ -125,11 +125,11 @@ def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_
             session.worker.want(1)
         one_part(chief)
         one_part(other)
-        chief.worker.stand_aside(1)
+        chief.worker.leave_loop(1)
         chief.worker.deal(2, 0, [(1, 2)], True)
         chief.worker.want(2)
         one_part(chief)
-        left = threading.Thread(target=other.worker.stand_aside, args=(1,), daemon=True)
+        left = threading.Thread(target=other.worker.leave_loop, args=(1,), daemon=True)
         left.start()
         left.join(PATIENCE)
         assert not left.is_alive(), "it waits for itself"
@@ -138,7 +138,7 @@ def test_in_step_one_that_leaves_its_loop_after_the_chief_has_gone_on_waits_for_
         other.end()
         chief.end()
     finally:
-        office.close()
+        job.close()
 
 
 def loop(where: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 import stratagem as sg
 from stratagem.servers import coordinator_requests  # noqa: F401  (fills the table)
 from stratagem.servers.requests import CHIEF, MEMBER, REQUESTS
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,8 +20,8 @@ VALUES: list[Any] = [1, True, "text", [], {}]
 
 def test_requests_that_are_refused() -> None:
     """Requests not from the chief, before joining, or with wrong arguments; the job goes on."""
-    office = Office(1, staff=2)
-    other = office.workers[1]
+    job = ThreadedJob(1, workers=2)
+    other = job.workers[1]
     for name, request in REQUESTS.items():
         kinds = request.arguments
         told = {key: next(v for v in VALUES if isinstance(v, kinds[key])) for key in kinds}
@@ -37,7 +37,7 @@ def test_requests_that_are_refused() -> None:
                 other.ask(name, **{**told, key: wrong})
     assert other.ask("so far")[0] == {"loss": 0.0, "examples": 0}
     module = nn.Linear(2, 1)
-    session = office.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    session = job.begin(module, torch.optim.SGD(module.parameters(), lr=0.1))
     session.end()
-    office.close()
-    assert office.servers[0].failure is None
+    job.close()
+    assert job.servers[0].failure is None

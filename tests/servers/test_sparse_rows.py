@@ -16,7 +16,7 @@ from stratagem.servers import transfers
 from stratagem.servers.client import Assignment, EpochOver
 from stratagem.servers.session import Session
 from tests.served_support import apart
-from tests.servers.server_threads import Office
+from tests.servers.server_threads import ThreadedJob
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -29,11 +29,11 @@ WAYS = ("shared memory", "sockets", "couriers")
 
 
 @pytest.fixture(scope="module")
-def offices() -> Iterator[dict[int, Office]]:
-    made = {n: Office(n) for n in range(1, 5)}
+def threaded() -> Iterator[dict[int, ThreadedJob]]:
+    made = {n: ThreadedJob(n) for n in range(1, 5)}
     yield made
-    for office in made.values():
-        office.close()
+    for threads in made.values():
+        threads.close()
 
 
 class Tables(nn.Module):
@@ -120,7 +120,7 @@ def jobs(draw: Any) -> tuple[list[int], list[Any]]:
     way=st.sampled_from(WAYS),
 )
 def test_as_on_one_device(
-    offices: dict[int, Office],
+    threaded: dict[int, ThreadedJob],
     monkeypatch: pytest.MonkeyPatch,
     job: Any,
     servers: int,
@@ -132,14 +132,14 @@ def test_as_on_one_device(
 ) -> None:
     rows, batches = job
     dense = dense and name != "sparse adam"
-    office = offices[servers]
-    office.workers[0].lines.near = way == "shared memory"
+    threads = threaded[servers]
+    threads.workers[0].lines.near = way == "shared memory"
     monkeypatch.setattr(transfers, "_MUCH", 0 if way == "couriers" else 1 << 30)
     alone, spread = Tables(rows, width, dense), Tables(rows, width, dense)
     on_one_device(alone, OPTIMIZERS[name](alone.parameters()), batches)
     partitioner = sg.FixedShards(servers) if cut else None
     with torch.random.fork_rng():
-        session = office.begin(
+        session = threads.begin(
             spread, OPTIMIZERS[name](spread.parameters()), partitioner=partitioner
         )
     with_servers(session, batches)
@@ -150,14 +150,14 @@ def test_as_on_one_device(
 @pytest.mark.parametrize("near", [True, False])
 def test_what_was_dropped_or_given_up_leaves_nothing_behind(near: bool) -> None:
     """The rows of a dropped gradient may still be in a slot, or wait to be sent."""
-    office = Office(2, staff=2)
+    threads = ThreadedJob(2, workers=2)
     sessions = []
-    for i, worker in enumerate(office.workers):
+    for i, worker in enumerate(threads.workers):
         worker.lines.near = near
         module = Tables([8], 1, True)
         rule = sg.Asynchronous(staleness=[sg.Drop(older_than=0)])
         sessions.append(
-            office.begin(
+            threads.begin(
                 module,
                 torch.optim.SGD(module.parameters(), lr=0.1),
                 worker=i,
@@ -183,7 +183,7 @@ def test_what_was_dropped_or_given_up_leaves_nothing_behind(near: bool) -> None:
     chief.end()
     other.end()
     assert apart(chief.module, alone) < 1e-6
-    office.close()
+    threads.close()
 
 
 class Words(nn.Module):

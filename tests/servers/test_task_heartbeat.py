@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import re
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from stratagem.servers.peers import Peers, TaskHeartbeat
 from stratagem.servers.requests import Peer
 from stratagem.wire.connection import Connection
 from stratagem.wire.tcp import Listener, connect, local_address
+from tests.clock import PATIENCE
 from tests.ports import free_ports
 from tests.replicas.scripts import wait_for
 
@@ -63,6 +65,27 @@ def test_a_coordinator_that_hangs_up_is_trouble() -> None:
     assert pair.peer.notes.get(timeout=20) is None
     wait_for(lambda: bool(pair.trouble), 20)
     assert pair.trouble[0].who == "ps 0" and pair.task.await_trouble() is pair.trouble[0]
+    pair.close()
+
+
+def test_a_job_that_ends_is_over_before_who_waits_for_trouble_goes_on() -> None:
+    """Else a server takes the end of the coordinator's orders for its death."""
+    pair, order = Pair(tls=False), list[str]()
+
+    def end() -> None:
+        time.sleep(0.1)
+        order.append("over")
+
+    def wait() -> None:
+        assert pair.task.await_trouble() is None
+        order.append("goes on")
+
+    pair.task.on_over = end
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    pair.peers.tell({"over": 1})
+    waiting.join(PATIENCE)
+    assert order == ["over", "goes on"]
     pair.close()
 
 

@@ -41,7 +41,7 @@ def test_each_checkpoint_is_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
     chiefs[1].fit(x, y, epochs=1, batch_size=300, verbose=0)
     expected = [m.evaluate(test_x, test_y, verbose=0, return_dict=True) for m in chiefs]
     count = Count()
-    with evaluator() as (office, strategy):
+    with evaluator() as (job, strategy):
         with strategy.scope():
             model = made(0)
         saver = keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))
@@ -62,7 +62,7 @@ def test_each_checkpoint_is_evaluated(tmp_path: Path, monkeypatch: pytest.Monkey
                 chiefs[1].save(tmp_path / "2.keras")
                 wait_for(lambda: seen() == 2)
             finally:
-                office.workers[0].close()
+                job.workers[0].close()
 
         chief = threading.Thread(target=be_chief)
         chief.start()
