@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import keras
@@ -163,15 +164,12 @@ class KerasAdapter:
                 held.enter_context(made_exact(part))
                 held.enter_context(whole_activity(self.model, part))
             if not part.share.examples:  # the step is on a borrowed row
-                held.callback(restorer(self._counted))
+                held.callback(restorer(partial(_counts, self.model)))
             if step == "train_step" and sources is None and part.share.examples:
                 self.last = self.captured(mine, (part.share.examples, part.share.total))
             else:
                 self.last = self.own(step)(mine)
         return self.last
-
-    def _counted(self) -> list[Any]:
-        return [*self.model.metrics_variables, *self.model.non_trainable_weights]
 
     def here(self, data: Any) -> Any:
         return data if self.replica.device.type == "cpu" else to_device(data, self.replica.device)
@@ -284,6 +282,11 @@ def _buffers(model: Any) -> list[Tensor]:
     """Return the buffers of torch modules inside the model."""
     layers = model._flatten_layers()
     return list({id(b): b for layer in layers for b in layer.buffers()}.values())
+
+
+def _counts(model: Any) -> list[Any]:
+    """Return what a step changes beside the weights: metrics, statistics of layers."""
+    return [*model.metrics_variables, *model.non_trainable_weights]
 
 
 # --- plain attributes, which callbacks may change -------------------------------------------------
