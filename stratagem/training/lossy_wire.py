@@ -21,8 +21,14 @@ from stratagem.wire.tree import broadcast_tree, gather_tree
 
 log = logging.getLogger("stratagem")
 
-#: wires and cadences of which this process has warned
-_warned_of: set[Any] = set()
+#: what this process has said: a sentence, and the wire or cadence
+_said: set[tuple[str, Any]] = set()
+
+
+def _warn_once(sentence: str, about: Any) -> None:
+    if (sentence, about) not in _said:
+        _said.add((sentence, about))
+        log.warning(sentence, about)
 
 
 def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> None:
@@ -42,9 +48,8 @@ def check_optimizer(settings: Settings, optimizer: Any, replica: Replica) -> Non
     if replica.count == 1:
         return
     _refuse_optimizer(wire, optimizer)
-    if replica.leads and wire not in _warned_of:
-        _warned_of.add(wire)
-        log.warning(
+    if replica.leads:
+        _warn_once(
             "wire=%r: replicas send less than their gradients, and what is left out later; weights "
             "are alike on all replicas, but no longer those of one device",
             wire,
@@ -59,13 +64,11 @@ def check_pushes(wire: Compression, optimizer: Any, dtype: torch.dtype) -> None:
             f"wire={wire!r} keeps small parts of gradients, which numbers of type {dtype} would "
             'lose; train in float32 with precision="bfloat16", or use wire="bfloat16".'
         )
-    if wire not in _warned_of:
-        _warned_of.add(wire)
-        log.warning(
-            "wire=%r: workers push less than their gradients, and what is left out later; the "
-            "result is no longer that of whole gradients",
-            wire,
-        )
+    _warn_once(
+        "wire=%r: workers push less than their gradients, and what is left out later; the result "
+        "is no longer that of whole gradients",
+        wire,
+    )
 
 
 def _refuse_optimizer(wire: Compression, optimizer: Any) -> None:
@@ -83,18 +86,16 @@ def _refuse_optimizer(wire: Compression, optimizer: Any) -> None:
 
 
 def _warn_of_sync(settings: Settings, replica: Replica) -> None:
-    sync = settings.sync
-    if sync is None or not replica.leads or (sync, replica.count) in _warned_of:
+    if settings.sync is None or not replica.leads:
         return
-    _warned_of.add((sync, replica.count))
     if replica.count == 1:
-        log.warning("sync=%r: one replica meets nobody, and trains as it would without", sync)
-        return
-    log.warning(
-        "sync=%r: replicas train by themselves between meetings, each with its own gradients, "
-        "clipping and optimizer state; the result is no longer that of one device",
-        sync,
-    )
+        sentence = "sync=%r: one replica meets nobody, and trains as it would without"
+    else:
+        sentence = (
+            "sync=%r: replicas train by themselves between meetings, each with its own gradients, "
+            "clipping and optimizer state; the result is no longer that of one device"
+        )
+    _warn_once(sentence, settings.sync)
 
 
 #: what scales gradients by a number that changes, and what to use in its place
