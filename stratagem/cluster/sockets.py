@@ -8,10 +8,12 @@ import ipaddress
 import logging
 import os
 import queue
+import select
 import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import TypeVar
 
 from stratagem.cluster.parsing import endpoint
@@ -24,6 +26,26 @@ RESOLVE = 10.0  # seconds that a name server may take
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # an address of another machine
 
 _Found = list[tuple[socket.AddressFamily, tuple[object, ...]]]
+
+
+def readable(sockets: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    """Return those that have something to read, or have ended, within `seconds`.
+
+    select() does the same for descriptors below 1024 only, and programs have more.
+    """
+    return _ready(sockets, select.POLLIN, seconds)
+
+
+def writable(sock: socket.socket, seconds: float) -> bool:
+    """Whether a socket takes something within `seconds`."""
+    return bool(_ready([sock], select.POLLOUT, seconds))
+
+
+def _ready(sockets: Iterable[socket.socket], event: int, seconds: float) -> list[socket.socket]:
+    poll, found = select.poll(), {sock.fileno(): sock for sock in sockets}
+    for number in found:
+        poll.register(number, event)
+    return [found[number] for number, _ in poll.poll(1000 * seconds)]
 
 
 def is_loopback(address: str) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 from collections.abc import Callable
 
 from stratagem.cluster.framing import HEAD, FrameReader, encode
+from stratagem.cluster.sockets import readable, writable
 
 
 def send(sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: None) -> None:
@@ -15,7 +15,7 @@ def send(sock: socket.socket, data: bytes, watch: Callable[[], None] = lambda: N
     sock.sendall(encode({}, len(data)))
     rest = memoryview(data)
     while rest:
-        if select.select([], [sock], [], 0.2)[1]:
+        if writable(sock, 0.2):
             with contextlib.suppress(BlockingIOError):
                 rest = rest[sock.send(rest, socket.MSG_DONTWAIT) :]
         else:
@@ -40,7 +40,7 @@ class PipeReader:
         call goes on from there.
         """
         while True:
-            if watch is not None and not select.select([self._sock], [], [], 0.2)[0]:
+            if watch is not None and not readable([self._sock], 0.2):
                 watch()
                 continue
             try:

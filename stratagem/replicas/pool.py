@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import socket
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from stratagem.cluster.sockets import readable
 from stratagem.errors import ReplicaLost
 from stratagem.replicas import graph_pickle, pipe_frames
 from stratagem.replicas.follower import PRELOAD, CallResult
@@ -60,7 +60,7 @@ class Follower:
         Once an answer has begun, `watch` is called while the rest is awaited, and may raise;
         without it the rest must come in time, too.
         """
-        if self._failure is not None or not select.select([self.control], [], [], seconds)[0]:
+        if self._failure is not None or not readable([self.control], seconds):
             return self._failure
         until = time.monotonic() + seconds
 
@@ -84,7 +84,7 @@ class Follower:
 
     def waits(self) -> bool:
         """Whether the follower has neither closed its socket nor answered a call."""
-        return not select.select([self.control], [], [], 0)[0]
+        return not readable([self.control], 0)
 
     def close(self, *, pipes: bool = False) -> None:
         """Close the sockets; with `pipes` those of the output, too, unless a relay has them."""
@@ -222,7 +222,7 @@ class Pool:
         answers: dict[int, CallResult] = {}
         while len(answers) < len(self.followers):
             waiting = {f.control: i for i, f in enumerate(self.followers) if i not in answers}
-            ready, _, _ = select.select(list(waiting), [], [], 0.05)
+            ready = readable(waiting, 0.05)
             for sock in ready:
                 one = self.followers[waiting[sock]]
                 if one.control is not sock:

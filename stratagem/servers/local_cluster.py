@@ -7,7 +7,6 @@ call is replaced at once: the new one gets the same call, and takes part from th
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import cores
 from stratagem.cluster.failure import failed
+from stratagem.cluster.sockets import readable
 from stratagem.errors import ReplicaError, ReplicaLost, UsageError
 from stratagem.replicas import follower, graph_pickle
 from stratagem.replicas.pool import Follower, Pool
@@ -180,7 +180,7 @@ class LocalWorkers:
             if child.waiting and child.connected and not child.called:
                 self._hand_over(child, watch)
         waiting = {child.one.control: child for child in self.members if child.waiting}
-        for sock in select.select(list(waiting), [], [], 0.1)[0]:
+        for sock in readable(waiting, 0.1):
             self._hear(waiting[sock], watch)
         known = self._worker.lines.heartbeat
         given_up = known.given_up | (set() if spare_the_silent else known.silent)
@@ -308,7 +308,7 @@ class LocalServers:
     def _ended(self) -> list[int]:
         """Return the servers that have ended, or failed: they answer nothing else."""
         controls = [pool.followers[0].control for pool in self.pools]
-        return [controls.index(sock) for sock in select.select(controls, [], [], 0)[0]]
+        return [controls.index(sock) for sock in readable(controls, 0)]
 
     def look(self) -> None:
         """Raise if a server ended before it came up."""

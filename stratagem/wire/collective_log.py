@@ -10,7 +10,6 @@ gets the weights from the first replica.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import time
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.cluster.sockets import readable
 from stratagem.wire.collective import Collective
 from stratagem.wire.mailboxes import WORDS, Mailboxes
 from stratagem.wire.segment import Segment
@@ -133,7 +133,7 @@ class LoggedCollective(Collective):
 
 def is_ready(orders: socket.socket) -> bool:
     """Whether the standby at the other end has caught up."""
-    if not select.select([orders], [], [], 0)[0]:
+    if not readable([orders], 0):
         return False
     return orders.recv(1, socket.MSG_PEEK) == _READY
 
@@ -190,7 +190,7 @@ class LogFollower:
             self._orders.sendall(_READY)
         if self.order is not None:
             time.sleep(0.001)  # the entries before the order are on their way
-        elif select.select([self._orders], [], [], _LOOK)[0]:
+        elif readable([self._orders], _LOOK):
             turn, size, length = _ORDER.unpack(self._receive(_ORDER.size))
             segment = Segment.attach(self._receive(length).decode())
             self.order = TakeOver(turn, decode(segment.tensor(torch.uint8, (size,))))

@@ -1,7 +1,8 @@
-"""Listening on an address that this machine does not have."""
+"""Listening on an address that this machine does not have; waiting for sockets."""
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import socket
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from stratagem.cluster import sockets
+from stratagem.cluster.sockets import readable, writable
 from stratagem.errors import ClusterError
+from tests.clock import SLOWER
 from tests.ports import free_ports
 
 ELSEWHERE = "192.0.2.1"  # reserved for documentation
@@ -42,3 +45,17 @@ def test_an_address_that_needed_a_secret_is_widened(caplog: pytest.LogCaptureFix
     with sockets.listen(f"{ELSEWHERE}:{free_ports(1)[0]}", "ps 0") as sock:
         assert sock.getsockname()[0] == "0.0.0.0"
     assert "all its interfaces" in caplog.text
+
+
+def test_readable_takes_descriptors_that_select_does_not() -> None:
+    """A program with more than a thousand open files has them."""
+    one, other = socket.socketpair()
+    far = socket.socket(fileno=fcntl.fcntl(one.fileno(), fcntl.F_DUPFD, 1500))
+    with one, other, far:
+        assert far.fileno() >= 1500
+        assert readable([far], 0) == [] and writable(far, 0)
+        other.send(b"x")
+        assert readable([far, one], 60 * SLOWER) == [far, one]
+        far.recv(1)
+        other.close()
+        assert readable([far], 0) == [far], "its end is something to read"
