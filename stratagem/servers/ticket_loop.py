@@ -219,6 +219,11 @@ class TicketLoader:
                 "optimizer.step() was given a closure, and servers cannot evaluate the loss; call "
                 "backward() first, and step() without it."
             )
+        if getattr(optimizer, "found_inf", None) is not None:
+            raise NotDistributable(
+                "a GradScaler leaves it to this fused optimizer to unscale gradients, and servers "
+                "would get them scaled; leave the scaler out and use bfloat16."
+            )
         if self._held is None:
             raise UsageError(
                 "optimizer.step() was called outside of the loop over the prepared loader, or a "

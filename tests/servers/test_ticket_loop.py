@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import stratagem as sg
+from stratagem.servers.ticket_loop import TicketLoader
 from tests.served_support import apart, close_all, digits, net, strategy
 from tests.spread import assert_work, watched
 
@@ -717,3 +718,11 @@ def test_rows_that_forward_rewrites_are_refused() -> None:
     model.compile("sgd", "cross_entropy")
     with pytest.raises(REFUSED, match="max_norm"):
         model.fit(torch.zeros(8, 2).long(), torch.zeros(8).long(), verbose=0)
+
+
+def test_scaled_gradients_are_not_pushed() -> None:
+    """A GradScaler tells a fused optimizer the scale, and gradients are still scaled then."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    optimizer.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
+    with pytest.raises(sg.NotDistributable, match="leave the scaler out"):
+        TicketLoader.hand_in(object.__new__(TicketLoader), optimizer, (optimizer,), {})
