@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 
 from stratagem.data.shares import rows, with_tensors
 from stratagem.errors import NotDistributable, ReplicaFailed, UsageError
 from stratagem.plan.profile import DividedLayers, LayerTable, Profile
 from stratagem.rules.layer_split import LayerCost
+from stratagem.state.divided_update import DividedUpdate
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.training.column_plan import fast_recurrence, plan_columns
 from stratagem.training.divided_model import TRIED
@@ -89,10 +91,10 @@ def with_played(
     if passes * each > _SECONDS:
         say(f"{passes} passes with the layers divided over {_PROCESSES}, {passes * each:.0f}s")
     try:
-        played = played_seconds(trial, given, passes)
+        played, update = played_seconds(trial, given, passes)
     except Exception as problem:
         return replace(measured, divided=None, undivided=reason(problem))
-    return replace(measured, divided=replace(measured.divided, played=played))
+    return replace(measured, divided=replace(measured.divided, played=played, update=update))
 
 
 def reason(problem: Exception) -> str:
@@ -106,42 +108,45 @@ def reason(problem: Exception) -> str:
     return f"it failed when it was measured, with {said}"
 
 
-def played_seconds(trial: DryRun, given: Any, passes: int) -> float:
-    """Measure a forward and backward of two CPU processes that divide the layers."""
+def played_seconds(trial: DryRun, given: Any, passes: int) -> tuple[float, float]:
+    """Measure two CPU processes that divide the layers: forward and backward, and the update."""
     assert trial.inputs is not None and trial.arguments is not None
     batch = with_tensors(given, _twice)
     x = trial.inputs(batch)
     names = [str(node.target) for node in trace(trial.module, x, OPENED).inputs]
     inputs = trial.arguments(names, x)
-    work = (trial.module, trial.loss, trial.autocast, names, inputs, batch, passes)
+    work = (trial.module, trial.optimizer, trial.loss, trial.autocast, names, inputs, batch, passes)
     strategy = MirroredStrategy([f"cpu:{i}" for i in range(_PROCESSES)])
     try:
-        found: list[float] = strategy.run(_play, *work)
-        return max(found)
+        found: list[tuple[float, float]] = strategy.run(_play, *work)
+        return max(played for played, _ in found), max(update for _, update in found)
     finally:
         strategy.close()
 
 
 def _play(
     module: nn.Module,
+    optimizer: Optimizer | None,
     loss: Callable[[Any], Tensor],
     autocast: Callable[[], AbstractContextManager[Any]],
     names: list[str],
     inputs: list[Any],
     batch: Any,
     passes: int,
-) -> float:
-    """On each process: the median seconds, with the waits for the other process.
+) -> tuple[float, float]:
+    """On each process: the median seconds of passes and updates, with waits for the other process.
 
     The trial computes its loss, under its autocast, of the divided layers instead of the module's.
     """
-    replica, times = current_replica(), []
+    replica, times, updates = current_replica(), list[float](), list[float]()
     module.train()
     graph = trace(module, dict.fromkeys(names), OPENED)
     with autocast():
         plan = make_plan(graph, _PROCESSES, {}, _shapes(graph, rows(inputs, 0, TRIED)))
     parts = OwnParts(plan, list(module.parameters()), replica.index, _PROCESSES)
-    program = divided_program(graph, plan, parts, SharedScratch(sharing(replica.collective)))
+    collective = sharing(replica.collective)
+    program = divided_program(graph, plan, parts, SharedScratch(collective))
+    update = None if optimizer is None else DividedUpdate(optimizer, parts.own, collective)
     own = vars(module)
     before = own.get("forward")
     own["forward"] = lambda *args, **kwargs: program(*inputs)
@@ -153,11 +158,16 @@ def _play(
             started = time.perf_counter()
             loss(batch).backward()  # type: ignore[no-untyped-call]
             times.append(time.perf_counter() - started)
+            if update is not None:
+                started = time.perf_counter()
+                update.step()
+                updates.append(time.perf_counter() - started)
     finally:
         del own["forward"]
         if before is not None:
             own["forward"] = before
-    return statistics.median(times[passes // 4 :])
+    warm = passes // 4
+    return statistics.median(times[warm:]), statistics.median(updates[warm:] or [0.0])
 
 
 def _shapes(graph: LayerGraph, given: Sequence[Any]) -> dict[fx.Node, torch.Size]:

@@ -18,17 +18,16 @@ class DividedStep(PredictedStep):
         found, n = self.profile.divided, self.cfg.replicas
         if found is None:
             raise UsageError("which layers can be divided was not measured; plan another strategy.")
-        passes = self._passes(found)
+        passes, update = self._passes(found), self._update(found)
+        two = DividedStep(
+            self.profile, self.hw, replace(self.cfg, hosts=1, per_host=2), self.cal
+        )  # what was measured
         if found.played:
-            two = replace(self.cfg, hosts=1, per_host=2)
-            predicted = DividedStep(self.profile, self.hw, two, self.cal)._passes(found)
-            longer = found.played / sum(predicted.values())
+            longer = found.played / sum(two._passes(found).values())
             passes = {name: seconds * longer for name, seconds in passes.items()}
-        parts = {
-            **passes,
-            "optimizer": self.update * self._own(found.fixed),
-            "overhead": self.cal.step,
-        }
+        if found.update and update:
+            update *= found.update / two._update(found)
+        parts = {**passes, "optimizer": update, "overhead": self.cal.step}
         held = self.profile.footprint
         memory = None
         if held is not None:
@@ -48,6 +47,9 @@ class DividedStep(PredictedStep):
             * n ** math.log2(found.growth),
             "handing over": crossing * (2 + n) / self.hw.local + meetings,
         }
+
+    def _update(self, found: DividedLayers) -> float:
+        return self.update * self._own(found.fixed)
 
     def _own(self, share: float) -> float:
         """A process' part of a quantity of which `share` is divided."""

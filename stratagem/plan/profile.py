@@ -96,6 +96,8 @@ class DividedLayers:
     #: seconds of a forward and backward of two processes, each with its part of the layers and both
     #: replicas' rows; 0 if not measured
     played: float = 0.0
+    #: seconds of these two processes' update; 0 if not measured
+    update: float = 0.0
     #: how much longer the layers that are not divided take for twice the rows
     growth: float = 2.0
 

@@ -65,13 +65,19 @@ class DividedUpdate:
         own: Sequence[OwnPart],
         collective: SharedMemoryCollective,
     ) -> None:
-        self._optimizer, self._own, self._collective = optimizer, own, collective
+        self._optimizer, self._collective = optimizer, collective
         self._leads = collective.rank == 0
         self._state = SharedState(optimizer, params_of(optimizer), collective)
         #: how much of the state the user's optimizer has, too
         self._shown = 0
-        self._twin = self._state.twin(optimizer, own, _settings)
-        self._state.take_in(self._twin, own)
+        #: fused kernels assume contiguous memory: parts cut by columns have an optimizer without
+        whole = [part for part in own if part.leaf.is_contiguous()]
+        cut = [part for part in own if not part.leaf.is_contiguous()]
+        self._twins = [
+            (self._state.twin(optimizer, parts, settings), parts, settings)
+            for parts, settings in ((whole, group_settings), (cut, _without_fused))
+        ]
+        self._take_in()
         if not self._leads:
             optimizer.state.clear()
         collective.barrier()
@@ -79,10 +85,15 @@ class DividedUpdate:
 
     def step(self) -> None:
         """Update the parts, and wait until all processes have."""
-        self._twin.step()
-        self._state.take_in(self._twin, self._own)
+        for twin, _, _ in self._twins:
+            twin.step()
+        self._take_in()
         self._collective.meet("update")
         self._show()
+
+    def _take_in(self) -> None:
+        for twin, parts, _ in self._twins:
+            self._state.take_in(twin, parts)
 
     def _show(self) -> None:
         """On the first process: let the user's optimizer have the whole state."""
@@ -92,12 +103,11 @@ class DividedUpdate:
 
     def follow_settings(self) -> None:
         """Take over a changed learning rate, or any other setting, from the user's optimizer."""
-        groups = zip(self._optimizer.param_groups, self._twin.param_groups, strict=True)
-        for group, own in groups:
-            own.update(_settings(group))
+        for twin, _, settings in self._twins:
+            for group, own in zip(self._optimizer.param_groups, twin.param_groups, strict=True):
+                own.update(settings(group))
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's settings without fused kernels, which assume contiguous memory."""
+def _without_fused(group: Mapping[str, Any]) -> dict[str, Any]:
     found = group_settings(group)
     return found | ({"fused": None} if "fused" in found else {})

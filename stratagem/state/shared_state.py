@@ -143,7 +143,7 @@ class SharedState:
                     continue  # another process writes it
                 if home.data_ptr() != value.data_ptr():
                     state[name] = home.copy_(value)
-                self._known[name][index] = True
+                    self._known[name][index] = True
 
     def give(self, optimizer: Optimizer, *, copy: bool) -> None:
         """Give all state to an optimizer of whole parameters; without `copy` it stays in here."""

@@ -241,6 +241,14 @@ def test_rows_of_pipelines_add_their_gradients_up() -> None:
     assert (two.memory, two.bubble) == (one.memory, pytest.approx(one.bubble))
 
 
+def two_update(
+    cut: DividedLayers, machine: Hardware, cfg: Configuration, cal: Calibration
+) -> float:
+    """Seconds of the update of two processes, as the formulas have it."""
+    predicted = predict(model(divided=cut), machine, replace(cfg, per_host=2), cal)
+    return predicted.parts["optimizer"]
+
+
 def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
     cut = DividedLayers(seconds=0.8, fixed=0.5, activations=0.25, crossing=MB, meetings=3)
     machine, cal = Hardware(cores=8, local=1e9), replace(IDEAL, crossing=1e-3)
@@ -253,6 +261,11 @@ def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
     tried = replace(cut, played=1.25 * (two.step - cal.step))  # not added up, but measured
     slower = predict(model(divided=tried, optimizer=0.0), machine, cfg, cal)
     assert slower.step - cal.step == pytest.approx(1.25 * (found.step - cal.step))
+    usual, longer = (
+        predict(model(divided=each), machine, cfg, cal).parts["optimizer"]
+        for each in (cut, replace(cut, update=3 * two_update(cut, machine, cfg, cal)))
+    )
+    assert longer == pytest.approx(3 * usual)
     slower = model(divided=replace(cut, growth=1.5), optimizer=0.0)  # by half for twice the rows
     parts = predict(slower, machine, cfg, cal).parts
     assert parts["layers that all compute"] == pytest.approx(0.03 * 1.5**2 * 0.2)
