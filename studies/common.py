@@ -8,6 +8,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from math import inf
@@ -188,10 +189,14 @@ def options(file: str, description: str) -> Options:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--small", action="store_true", help="a short form, for tests")
     parser.add_argument("--plot", action="store_true", help="draw data.json again, run nothing")
-    parser.add_argument("--out", type=Path, default=Path(file).parent, help="where results go")
+    parser.add_argument(
+        "--out", type=Path, help="where results go; else here, or for --small a new folder"
+    )
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    return Options(args.small, args.plot, args.out)
+    apart = args.small and not args.plot  # never over the figures of the whole study
+    out = args.out or (Path(tempfile.mkdtemp(prefix="study-")) if apart else Path(file).parent)
+    out.mkdir(parents=True, exist_ok=True)
+    return Options(args.small, args.plot, out)
 
 
 def write(out: Path, data: Any) -> None:

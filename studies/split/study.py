@@ -202,7 +202,8 @@ def draw(data: dict[str, Any], out: Path) -> None:
     axis.axhline(LIMIT, color="black", lw=0.8, ls=":", label="what the bubble allows")
     axis.set_xticks(range(len(names)), names)
     axis.set(ylabel="time of a step, of one thread's", title="a network on two devices")
-    axis.legend(fontsize=8)
+    axis.set_ylim(top=1.25 * axis.get_ylim()[1])  # room for the legend
+    axis.legend(fontsize=8, ncols=3, loc="upper left")
     figure.tight_layout()
     figure.savefig(out / "figure.png", dpi=75)
 
