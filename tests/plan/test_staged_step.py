@@ -29,6 +29,7 @@ from stratagem.plan.configuration import (
 )
 from stratagem.plan.cost import predict
 from stratagem.plan.divided_profile import divided_layers
+from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
 from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile, StageTime
 from stratagem.plan.stage_profile import with_stages
