@@ -141,7 +141,7 @@ class SharedState:
                     home = part.of(home)
                 elif not part.first:
                     continue  # another process writes it
-                if home.data_ptr() != value.data_ptr():
+                if home.data_ptr() != value.data_ptr() or not home.numel():
                     state[name] = home.copy_(value)
                     self._known[name][index] = True
 

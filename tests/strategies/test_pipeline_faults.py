@@ -171,7 +171,9 @@ def test_a_training_goes_on_exactly(devices: int, tmp_path: Path) -> None:
 
 def test_batch_norm_by_microbatch_and_in_one_piece() -> None:
     torch.manual_seed(0)
-    normed = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+    normed = nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)
+    ).double()
     one = fit(None, normed, shuffle=False)
     with sg.PipelineStrategy(cpus(2), 1) as on:
         assert distance(one.module, fit(on, normed, shuffle=False).module) < 1e-12
