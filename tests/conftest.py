@@ -38,7 +38,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # --hypothesis-profile=search` looks for others
 settings.register_profile(
     "same",
-    max_examples=40,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

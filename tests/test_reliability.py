@@ -80,19 +80,19 @@ def test_a_part_that_fails_or_hangs_is_told_and_the_rest_runs(
         "last": "report(lambda: ['| last | 3 |'])",
     }
     parts = [(title, [sys.executable, "-c", here + work]) for title, work in works.items()]
-    lines, well = parts_apart.table(parts, limit=10.0)
+    lines, well = parts_apart.table(parts, limit=4.0)
     assert not well and lines[2:] == [
         "| one | 1 |",
         "| more | 2 |",
         "| raises | FAILED: IndexError: list index out of range |",
         "| dies | FAILED: exit code 7 |",
-        "| hangs | FAILED: it has not ended within 10 s |",
+        "| hangs | FAILED: it has not ended within 4 s |",
         "| last | 3 |",
     ]
     told = capfd.readouterr()
     assert "== 4 of 5: hangs (" in told.err and "NOT ALL WENT WELL" in told.err
     assert "| last | 3 |" in told.out
-    assert parts_apart.table(parts[:1], limit=10.0)[1]
+    assert parts_apart.table(parts[:1], limit=4.0)[1]
 
 
 def test_weights_that_differ_are_an_error() -> None:

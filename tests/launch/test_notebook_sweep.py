@@ -60,9 +60,10 @@ def test_what_is_tried_is_what_the_list_has(
         return {"score": np.float32(half(rate)), "other": torch.tensor(2), "on": np.int64(flag)}
 
     space = {"flag": [True, False], "rate": [-1, 0.5]}
-    result = sg.sweep(train, space, metric="score:max", sampler="grid", slots=1, out="run")
+    grid: Any = {"metric": "score:max", "sampler": "grid", "trials": 2}  # the first of four points
+    result = sg.sweep(train, space, slots=2, out="run", **grid)
     found = [(each.params["flag"], each.params["rate"], each.value) for each in result.trials]
-    assert sorted(found) == [(f, r, r / 2) for f in (False, True) for r in (-1, 0.5)]
+    assert found == [(True, -1, -0.5), (True, 0.5, 0.25)]
     written = (result.trials[0].folder / "metrics.jsonl").read_text()
     assert '"other": 2.0' in written and '"on": ' in written
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.replicas import zygote
 from tests.clock import PATIENCE
 from tests.support import by_hand, data, distance, mlp, strategy
 
@@ -316,6 +317,7 @@ def test_a_forked_child_leaves_its_parents_replicas_alone(two: sg.MirroredStrate
     pids = two.run(os.getpid)
 
     def child() -> None:
+        zygote._SLOW = ()  # type: ignore[assignment]  # what other tests have imported need not be imported again
         with pytest.raises(sg.UsageError, match=r"forked.*make a strategy in the child"):
             two.run(os.getpid)
         mine = fresh.run(os.getpid)
