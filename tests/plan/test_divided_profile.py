@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -120,10 +121,14 @@ def test_layers_and_stages_are_measured_in_the_models_precision(
     monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [2])
     monkeypatch.setattr("stratagem.plan.measure.crowd", lambda *given: ((2, 1e-3),))
     model = sg.Model(nn.Sequential(nn.Linear(8, 16), Half(), nn.Linear(16, 8)))
-    model.compile("sgd", "cross_entropy", precision="bfloat16")
+    model.compile("adam", "cross_entropy", precision="bfloat16")
     trials: list[DryRun] = []
     with instead_of_fit(trials.append), suppress(DryRunHandedOver):
         model.fit(torch.randn(ROWS, 8), torch.randint(0, 8, (ROWS,)))
+    before = deepcopy(trials[0].module.state_dict())
     found = rehearse(trials[0])
     assert (found.unpiped, found.undivided) == ("", "")
     assert found.stage_times and found.divided is not None and found.divided.played
+    assert found.divided.update > 0  # made with the training's own optimizer and weights
+    assert trials[0].optimizer is not None and not trials[0].optimizer.state
+    assert all(torch.equal(t, before[name]) for name, t in trials[0].module.state_dict().items())
