@@ -30,10 +30,11 @@ def everything() -> Any:
         layers.MaxPooling2D(3, strides=2, padding="same"),
         layers.AveragePooling2D(3, strides=1, padding="same"),
         layers.MaxPooling2D(2),
-        layers.GlobalAveragePooling2D(),
+        layers.Flatten(),
     ]
-    if keras.config.floatx() == "float32":  # in other types it rounds to this one all the same
+    if keras.config.floatx() == "float32":  # in other types they round to this one all the same
         inside.insert(5, layers.BatchNormalization(momentum=0.8))
+        inside[-1] = layers.GlobalAveragePooling2D()
     return keras.Sequential([keras.Input((SIDE, SIDE, 2)), *inside, layers.Dense(3)])
 
 
