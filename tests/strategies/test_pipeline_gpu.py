@@ -100,7 +100,7 @@ def test_under_one_limit_one_process_fails_and_two_on_the_same_gpu_train() -> No
     done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=230)
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = done.stdout.split("two stages:")
-    assert "Out of memory on cuda:0" in one and 'PipelineStrategy(["cuda:0", "cuda:1"])' in one
+    assert "Out of memory on cuda:0" in one and "PipelineStrategy(), which splits" in one
     assert "trained: loss" in two
 
 
