@@ -164,9 +164,13 @@ class Arm:
             listener.listen(1)
             listener.settimeout(1.0)
             self._process = subprocess.Popen(
-                command(case, where), env=environ(case, checkout), stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=self._errors, cwd=folder,
-            )  # fmt: skip
+                command(case, where),
+                env=environ(case, checkout),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                cwd=folder,
+            )
             self._line = self._accept(listener)
         self._line.settimeout(LIMIT)
         self._answers = self._line.makefile()
@@ -235,9 +239,13 @@ def command(case: str, where: str) -> list[str]:
 
 def environ(case: str, checkout: Path) -> dict[str, str]:
     return {
-        **os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "torch",
-        "CUDA_VISIBLE_DEVICES": "", "STRATAGEM_SHARED_MEMORY": "0" if "sockets" in case else "1",
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+        "KERAS_BACKEND": "torch",
+        "CUDA_VISIBLE_DEVICES": "",
+        "STRATAGEM_SHARED_MEMORY": "0" if "sockets" in case else "1",
+    }
 
 
 @contextmanager
@@ -292,8 +300,10 @@ def main() -> None:
         folder = Path(name)
         old, new = (ends.enter_context(checkout(each, folder)) for each in (args.old, args.new))
         for case in args.cases.split(","):
-            print(measure(case, {"old": old, "new": new, "again": old}, args.rounds, folder),
-                  flush=True)  # fmt: skip
+            print(
+                measure(case, {"old": old, "new": new, "again": old}, args.rounds, folder),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
