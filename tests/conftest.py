@@ -224,9 +224,18 @@ _SLOW = re.compile(
     )
 )
 
-#: where a test starts processes, mostly, or has many variants: every third of these is run
-_COSTLY = ("frontends/", "servers/", "strategies/", "training/", "launch/", "test_collectives")
-_MANY = ("ported/", "state/test_store", "simulation/test_")
+#: where a test starts processes, mostly, or has many variants: of these every third is run
+_THINNED = (
+    "frontends/",
+    "servers/",
+    "strategies/",
+    "training/",
+    "launch/",
+    "ported/",
+    "test_collectives",
+    "state/test_store",
+    "simulation/test_",
+)
 
 
 def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
@@ -234,7 +243,7 @@ def _is_left_out(item: pytest.Item, variants: Counter[str]) -> bool:
     if _EXHAUSTIVE.search(item.nodeid):
         return True
     test, _, variant = item.nodeid.partition("[")
-    if not variant or not any(part in test for part in (*_COSTLY, *_MANY)):
+    if not variant or not any(part in test for part in _THINNED):
         return False
     variants[test] += 1
     return variants[test] % 3 != 1

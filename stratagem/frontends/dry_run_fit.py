@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stratagem.data.shares import count_rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.frontends import divided, staged
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.callback_list import CallbackList
@@ -64,25 +63,16 @@ def rehearse(
             inputs=lambda batch: batch[0],
             arguments=staged.in_order,
             autocast=nullcontext if cast is None else own,
-            unpiped=_refusal(partial(staged.check, split, 2)),
-            unsharded=_refusal(partial(refuse_unshared, module, optimizer, recipe)),
+            unpiped=dry_run.refusal(partial(staged.check, split, 2)),
+            unsharded=dry_run.refusal(partial(refuse_unshared, module, optimizer, recipe)),
             one_set=cast is not torch.float16 and can_slice(optimizer, trained),
-            undivided=_refusal(
+            undivided=dry_run.refusal(
                 partial(
                     divided.check, replace(split, settings=Settings(tensor=TensorParallel())), 2
                 )
             ),
         )
     )
-
-
-def _refusal(check: Callable[[], None]) -> str:
-    """Return why a strategy refuses this training; an empty string if it does not."""
-    try:
-        check()
-    except (NotDistributable, UsageError) as problem:
-        return str(problem)
-    return ""
 
 
 @dataclass

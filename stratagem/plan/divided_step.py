@@ -19,9 +19,8 @@ class DividedStep(PredictedStep):
         if found is None:
             raise UsageError("which layers can be divided was not measured; plan another strategy.")
         passes, update = self._passes(found), self._update(found)
-        two = DividedStep(
-            self.profile, self.hw, replace(self.cfg, hosts=1, per_host=2), self.cal
-        )  # what was measured
+        measured = replace(self.cfg, hosts=1, per_host=2)
+        two = DividedStep(self.profile, self.hw, measured, self.cal)
         if found.played:
             longer = found.played / sum(two._passes(found).values())
             passes = {name: seconds * longer for name, seconds in passes.items()}

@@ -141,6 +141,7 @@ class SharedState:
                     home = part.of(home)
                 elif not part.first:
                     continue  # another process writes it
+                # tensors without elements have no address to tell them by
                 if home.data_ptr() != value.data_ptr() or not home.numel():
                     state[name] = home.copy_(value)
                     self._known[name][index] = True

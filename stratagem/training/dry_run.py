@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.layer_graph import LayerGraph, trace
 
 
@@ -85,6 +86,15 @@ def deal(parts: int) -> None:
 def dealt() -> int:
     """Return what `deal` was given last."""
     return _parts[0]
+
+
+def refusal(check: Callable[[], None]) -> str:
+    """Return why a strategy refuses a training; an empty string if it does not."""
+    try:
+        check()
+    except (NotDistributable, UsageError) as problem:
+        return str(problem)
+    return ""
 
 
 def hand_over(dry_run: DryRun) -> NoReturn:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import count_rows
-from stratagem.errors import NotDistributable, UsageError
+from stratagem.errors import UsageError
 from stratagem.frontends.keras import model_pickle
 from stratagem.frontends.keras.model_graph import layer_graph, model_inputs
 from stratagem.frontends.keras.refusals import check_shards, check_stages
@@ -69,8 +69,8 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
             inputs=lambda batch: batch[0],
             arguments=lambda names, x: model_inputs(model, x),
             layers=_layers,
-            unpiped=_refusal(partial(check_stages, model, Pipeline(), 2)),
-            unsharded=_refusal(partial(check_shards, model, shared=device.type == "cpu")),
+            unpiped=dry_run.refusal(partial(check_stages, model, Pipeline(), 2)),
+            unsharded=dry_run.refusal(partial(check_shards, model, shared=device.type == "cpu")),
             undivided="TensorParallelStrategy divides layers of torch, and these are Keras'.",
             sharded_here=True,
         )
@@ -79,15 +79,6 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
 
 def _layers(model: Any, inputs: Any) -> LayerGraph:
     return layer_graph(model)
-
-
-def _refusal(check: Callable[[], None]) -> str:
-    """Return why a strategy refuses this training; an empty string if it does not."""
-    try:
-        check()
-    except (NotDistributable, UsageError) as problem:
-        return str(problem)
-    return ""
 
 
 class _Steps:
