@@ -102,6 +102,19 @@ def test_weights_losses_and_metrics(group: Group, devices: int, make: Any) -> No
     assert group(devices).num_replicas_in_sync == 1
 
 
+def test_fused_updates(group: Group) -> None:
+    """Of parts in one piece; a part of a layer divided by rows has another part's numbers between
+    its own, which fused kernels would write over."""
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, eps=1e-3, fused=True)
+
+    module, (x, y) = net(), doubles(33)
+    one = by_hand(module, fused, F.cross_entropy, x, y, batch=16)
+    model = fitted(group(2), module, x, y, optimizer=fused)
+    assert distance(one, model.module) < 1e-12 and moved(module, one)
+
+
 class Picture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
