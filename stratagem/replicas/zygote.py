@@ -37,11 +37,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.argv[4:]:
+        die_with_parent(owner)  # imports take seconds, in which the socket is not read
     keep_freed_memory()
     _import(sys.argv[2].split(","))
-    Zygote(channel).serve()
+    Zygote(channel, owner).serve()
 
 
 def _import(names: list[str]) -> None:
@@ -65,9 +67,9 @@ class Zygote:
     They are reaped only then, so until then their process ids are not reused.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, owner: int) -> None:
         self.channel = channel
-        self.owner = os.getppid()
+        self.owner = owner
         self.children: set[int] = set()
 
     def serve(self) -> None:
@@ -198,6 +200,9 @@ class ZygoteProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        # The kernel's signal comes when the thread ends that started a process: only the first
+        # lives as long as this process.
+        main_thread = threading.current_thread() is threading.main_thread()
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -205,6 +210,8 @@ class ZygoteProcess:
                 _START.format(path=_path()),
                 str(theirs.fileno()),
                 ",".join([*_ALWAYS, *(name for name in _worth_sharing() if name in _SLOW[1:])]),
+                str(os.getpid()),
+                *(["die with parent"] if main_thread else []),
             ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,7 @@ from stratagem.replicas import pipe_frames, zygote
 from stratagem.replicas.pool import Follower
 from stratagem.replicas.zygote import ZygoteProcess
 from tests.clock import PATIENCE, in_time
+from tests.replicas.scripts import runs, wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,7 +35,8 @@ def test_an_owner_that_ends_while_the_helper_imports() -> None:
     """Ctrl-C at the start: the answer finds nobody, and that is no error of the helper's."""
     ours, theirs = socket.socketpair()
     helper = subprocess.Popen(
-        [sys.executable, "-c", zygote._START.format(path=sys.path), str(theirs.fileno()), "json"],
+        [sys.executable, "-c", zygote._START.format(path=sys.path), str(theirs.fileno())]
+        + ["json", str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stderr=subprocess.PIPE,
         text=True,
@@ -42,6 +46,38 @@ def test_an_owner_that_ends_while_the_helper_imports() -> None:
     ours.close()
     assert helper.communicate(timeout=PATIENCE)[1] == ""
     assert helper.returncode == 0
+
+
+OWNER = """
+import sys, time
+from stratagem.replicas import zygote
+sys.path.append({folder!r})
+zygote._ALWAYS = ["slow_import"]
+print(zygote.ZygoteProcess.get().pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_owner_that_is_killed_while_the_helper_imports(tmp_path: Path) -> None:
+    """The helper watches its owner before it imports, which takes seconds."""
+    (tmp_path / "slow_import.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(30)\n"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER.format(folder=str(tmp_path))],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with owner:
+        assert owner.stdout is not None
+        helper = int(owner.stdout.readline())
+        wait_for((tmp_path / "begun").exists, what="for the import to begin")
+        owner.terminate()
+    try:
+        in_time(wait_for(lambda: not runs(helper), what="for the helper to end"), 1.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(helper, signal.SIGKILL)
 
 
 def test_a_helper_that_is_killed_before_it_has_forked_anyone() -> None:
