@@ -30,6 +30,7 @@ from stratagem.training.replica import (
     current_replica,
     set_called,
     user_code,
+    without_borrowed,
 )
 from stratagem.training.replica_group import ReplicaGroup, Sent
 from stratagem.training.settings import Settings
@@ -204,13 +205,19 @@ class Strategy(CustomLoopCalls):
         `value` is what `run` returned, or, inside a replica, its own tensor. With `axis` the
         reduction also goes along that axis, every row counted once.
         """
-        return combine(self._all(value), op, axis)
+        return combine(self._all(value, axis), op, axis)
 
     def gather(self, value: Any, axis: int = 0) -> Tensor:
-        """Concatenate the values of all replicas along `axis`."""
-        return torch.cat(self._all(value), dim=axis)
+        """Concatenate the values of all replicas along `axis`.
 
-    def _all(self, value: Any) -> list[Tensor]:
+        Inside a replica, a row that it borrowed, because its share of the batch is empty, is left
+        out. For one value of each replica: `sg.current_replica().all_gather(value)`.
+        """
+        return torch.cat(self._all(value, axis), dim=axis)
+
+    def _all(self, value: Any, axis: int | None) -> list[Tensor]:
+        if axis is not None and not isinstance(value, list | tuple):
+            value = without_borrowed(current_replica(), value, axis)
         inside = called_replica() or led()
         if inside is not None:
             return inside.all_gather(value)

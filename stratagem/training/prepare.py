@@ -287,10 +287,14 @@ class NestedLoader(LoaderWrapper):
         before = (share.examples, share.total, share.weight) if share.announced else None
         meetings.meet(replica)
         mine = total = 0
+        borrowed: list[int] = []
         try:
             for batch in self.loader:
+                if not share.examples:
+                    borrowed.append(mine + len(borrowed))
                 mine, total = mine + share.examples, total + share.total
                 yield batch
+            replica.loop.borrowed[mine + len(borrowed)] = borrowed
             if before is None:
                 share.forget(replica.count)
             if reader is None or reader.passes == passes:

@@ -231,6 +231,37 @@ def test_the_mean_is_that_of_the_batch(ignored: bool, three: sg.MirroredStrategy
         assert means == pytest.approx([expected] * 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_gather_has_every_row_once(replicas: int, request: pytest.FixtureRequest) -> None:
+    """The last of 19 rows is a batch of its own, and all replicas but one borrow it."""
+    on = request.getfixturevalue({2: "two", 3: "three"}[replicas])
+    x, y = data(19)
+
+    def seen() -> list[list[float]]:
+        model = mlp()
+        train = DataLoader(TensorDataset(x, y), batch_size=6)
+        model, _, train = on.prepare(model, sgd(model), train)
+        test = on.prepare(DataLoader(TensorDataset(x, y), batch_size=6))
+        in_training = [on.gather(a[:, 0]) for a, _ in train]
+        in_loop, kept, sums = [], [], []
+        for a, _ in test:
+            in_loop.append(on.gather(a[:, :1].T, axis=1)[0])
+            kept.append(a[:, 0])
+            sums.append(float(on.reduce("sum", a[:, 0], axis=0)))
+        assert sum(sums) == pytest.approx(float(x[:, 0].sum()), abs=1e-5)
+        number = torch.tensor([float(sg.current_replica().index)])
+        assert on.gather(number).tolist() == [*range(replicas)]
+        return [
+            torch.cat(in_training).tolist(),
+            torch.cat(in_loop).tolist(),
+            on.gather(torch.cat(kept)).tolist(),
+        ]
+
+    for in_training, in_loop, behind in on.run(seen):
+        assert in_training == in_loop == x[:, 0].tolist()
+        assert sorted(behind) == sorted(in_loop)
+
+
 def test_the_mean_of_replicas_around_one_device_takes_a_count() -> None:
     def ask() -> float:
         index = sg.current_replica().index
