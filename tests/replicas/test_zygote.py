@@ -34,9 +34,9 @@ def nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_owner_that_ends_while_the_helper_imports() -> None:
     """Ctrl-C at the start: the answer finds nobody, and that is no error of the helper's."""
     ours, theirs = socket.socketpair()
+    start = zygote._START.format(path=sys.path)
     helper = subprocess.Popen(
-        [sys.executable, "-c", zygote._START.format(path=sys.path), str(theirs.fileno())]
-        + ["json", str(os.getpid())],
+        [sys.executable, "-c", start, str(theirs.fileno()), "json", str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stderr=subprocess.PIPE,
         text=True,
