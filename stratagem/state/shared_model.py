@@ -25,6 +25,7 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import gather_tree
 
 _LARGE = 1 << 20  # bytes of a tensor, from which its memory is given back at once
+_FEW = 8  # elements of each tensor that tell whether it was written to
 
 
 def _freed(moved: Tensor) -> None:
@@ -78,9 +79,9 @@ class SharedTensors:
         #: on the first process: the tensors' old memory
         self._homes = [(t, t.data) for t in tensors] if self._leads and returns and keeps else []
         self._renews = self._leads and returns and not keeps
-        self._views = shared_views(tensors, collective)
+        self.views = shared_views(tensors, collective)
         with torch.no_grad():
-            for tensor, view, segment in self._views:
+            for tensor, view, segment in self.views:
                 if self._leads:
                     view.copy_(tensor)
                 tensor.data = view
@@ -98,7 +99,7 @@ class SharedTensors:
         """Free this process' pages of tensors that only other processes use."""
         if self._seen:
             self._seen = False
-            for tensor, view, segment in self._views:
+            for tensor, view, segment in self.views:
                 if tensor in self._strange:
                     segment.let_go(view)
 
@@ -110,7 +111,7 @@ class SharedTensors:
         """Move tensors that were given other memory (`t.data = ...`) back, with their values: those
         that this process owns, or all."""
         mine = None if owned is None else set(owned)
-        for tensor, view, _ in self._views:
+        for tensor, view, _ in self.views:
             if tensor.data_ptr() == view.data_ptr() or (mine is not None and tensor not in mine):
                 continue
             if tensor.shape != view.shape:
@@ -128,9 +129,42 @@ class SharedTensors:
                 if tensor.shape == home.shape:
                     home.copy_(tensor)
                     tensor.data = home
-            for tensor, view, segment in self._views if self._renews else ():
+            for tensor, view, segment in self.views if self._renews else ():
                 tensor.data = tensor.detach().clone()
                 segment.let_go(view)
+
+
+class WriteWatch:
+    """Tells whether this process' code has written to shared tensors since the mark.
+
+    By version and memory, and by a few elements of each: `p.data` has no version.
+    """
+
+    def __init__(self, shared: SharedTensors) -> None:
+        self._tensors = [tensor for tensor, _, _ in shared.views]
+        flats: dict[torch.dtype, Tensor] = {}
+        places: dict[torch.dtype, list[Tensor]] = {}
+        for _, view, _ in shared.views:
+            if count := view.numel():
+                size = view.untyped_storage().nbytes() // view.element_size()
+                flats[view.dtype] = view.as_strided((size,), (1,), 0)
+                few = torch.arange(_FEW) * (count - 1) // (_FEW - 1)
+                places.setdefault(view.dtype, []).append(view.storage_offset() + few)
+        self._samples = [(flats[dtype], torch.cat(at)) for dtype, at in places.items()]
+        self.mark()
+
+    def mark(self) -> None:
+        """Remember the tensors as they are."""
+        self._seen, self._few = self._look()
+
+    def written(self) -> bool:
+        """Return whether they have changed since the mark."""
+        seen, few = self._look()
+        return seen != self._seen or not all(map(torch.equal, few, self._few))
+
+    def _look(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        few = [flat.take(at).view(torch.uint8) for flat, at in self._samples]  # NaN is itself
+        return [(t._version, t.data_ptr()) for t in self._tensors], few
 
 
 class OwnedState:
@@ -145,10 +179,14 @@ class OwnedState:
         self._params = params_of(optimizer)
         #: shared memory of each state, by the number of its parameter and its name
         self._views: dict[tuple[int, str], Tensor] = {}
-        if not leads:
-            for param in self._params:
-                if param not in owned:
-                    optimizer.state.pop(param, None)
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with other state, which the loop has loaded or cleared."""
+        self._views.clear()
+        for param in () if self._leads else self._params:
+            if param not in self._owned:
+                self._optimizer.state.pop(param, None)
 
     def share(self, collective: SharedMemoryCollective) -> None:
         """After a step: have the first process see every state. Collective."""

@@ -95,7 +95,7 @@ class GradientExchange(Keeper):
         self._fired = [False] * len(params)
         self._under_way: list[Pending] = []
         self._open = False
-        #: how many reductions have been completed, and what is called after each
+        #: how many reductions have been completed; what is called after each and after a loader
         self.finished = 0
         self.after: Callable[[], None] = lambda: None
         ready = _weakly(self._ready, self._switch)

@@ -25,7 +25,7 @@ from stratagem.training.fingerprint import of_arrays
 from stratagem.training.lossy_wire import check_optimizer, forbids_scaler, refuse_scaler
 from stratagem.training.replica import Replica, be, current_replica
 from stratagem.training.settings import Settings
-from stratagem.training.sharded_exchange import refuse_loop, share_update
+from stratagem.training.sharded_exchange import SharedUpdate, refuse_loop
 from stratagem.training.step_figures import figures_of
 from stratagem.wire.tree import gather_tree
 
@@ -83,6 +83,7 @@ def prepare(
     def at_end() -> None:
         if (exchange := found()) is not None:
             exchange.verify()
+            exchange.after()
         meetings.meet(replica)
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
@@ -124,7 +125,9 @@ def join_gradients(
         undo.append(partial(show_scaler, optimizer, show_scaler(optimizer)))
         undo.append(optimizer.register_step_pre_hook(partial(_look_for_scaler, settings)).remove)
     if settings.sharded:
-        undo.append(share_update(replica, optimizer))
+        update = SharedUpdate(replica, optimizer)
+        exchange.after = update.check
+        undo.append(update.close)
     if settings.committer is not None:
         undo.append(optimizer.register_step_post_hook(_synced(weakref.ref(exchange))).remove)
     _undo[model] = partial(_take_away, exchange, undo)

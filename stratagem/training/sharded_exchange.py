@@ -8,7 +8,7 @@ So a replica holds only the gradient that backward is making, and a few that wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from stratagem.errors import NotDistributable
 from stratagem.state.factors import Factors
 from stratagem.state.optimizer_state import params_of
 from stratagem.state.partition import place
-from stratagem.state.shared_model import OwnedState, SharedTensors
+from stratagem.state.shared_model import OwnedState, SharedTensors, WriteWatch
 from stratagem.training.exchange import GradientExchange, write_notes
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Pending
@@ -121,7 +121,8 @@ class ShardedExchange(GradientExchange):
 #     optimizer.step    steps about 1/N of the parameters here, the others elsewhere
 #
 # So a loop may clip, read or change gradients as usual. Parameters lie in shared memory; the state
-# is created where a parameter is stepped, and the first replica sees all of it.
+# is created where a parameter is stepped, and the first replica sees all of it. What a loop writes
+# itself would be written once by each replica, and is refused.
 
 
 def refuse_loop(replica: Replica, optimizer: Optimizer) -> None:
@@ -146,12 +147,14 @@ class SharedUpdate:
     def __init__(self, replica: Replica, optimizer: Optimizer) -> None:
         collective = sharing(replica.collective)
         self._replica, self._collective = replica, collective
-        params = params_of(optimizer)
+        self._params = params = params_of(optimizer)
         homes = place([p.numel() for p in params], replica.count)
         self._owned = {p for p, home in zip(params, homes, strict=True) if home == replica.index}
         self._others = [p for p in params if p not in self._owned]
         self._shared = SharedTensors(params, collective)
         self._state = OwnedState(optimizer, self._owned, leads=replica.leads)
+        self._optimizer, self._watch = optimizer, WriteWatch(self._shared)
+        self._mark_state()
         self._gradients: list[Tensor | None] = []
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before),
@@ -165,6 +168,8 @@ class SharedUpdate:
                 "the parameters; call backward first and step() without a closure, or use "
                 "MirroredStrategy."
             )
+        self.check()
+        self._check_state()
         self._gradients = [p.grad for p in self._others]
         for param in self._others:
             param.grad = None
@@ -176,6 +181,39 @@ class SharedUpdate:
         self._gradients = []
         self._shared.take_back(self._owned)
         self._state.share(self._collective)
+        self._watch.mark()
+        self._mark_state()
+
+    def check(self) -> None:
+        """Refuse weights that were written since the last step."""
+        if self._watch.written():
+            raise NotDistributable(
+                "weights were written outside of the prepared optimizer's step(), and replicas of "
+                "ShardedStrategy share them, so that each would write once more; load weights "
+                "before prepare, leave changes to the optimizer, or use MirroredStrategy."
+            )
+
+    def _values(self) -> list[Any]:
+        state = self._optimizer.state
+        return [value for p in self._params for value in state.get(p, {}).values()]
+
+    def _mark_state(self) -> None:
+        self._all_state, self._known = self._optimizer.state, self._values()
+        self._writes = _writes(self._known)
+
+    def _check_state(self) -> None:
+        """Take over state that was loaded or cleared; refuse other writes to it."""
+        state = self._optimizer.state
+        written = _writes(self._known) != self._writes
+        if written or list(map(id, self._values())) != list(map(id, self._known)):
+            if written or (state and state is self._all_state):
+                raise NotDistributable(
+                    "the optimizer's state was written in the loop, and replicas of "
+                    "ShardedStrategy share it, so that some would write once more; use "
+                    "optimizer.load_state_dict with tensors of its own, optimizer.state.clear(), "
+                    "or MirroredStrategy."
+                )
+            self._state.renew()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -183,6 +221,6 @@ class SharedUpdate:
         self._shared.close()
 
 
-def share_update(replica: Replica, optimizer: Optimizer) -> Callable[[], None]:
-    """Have each replica step its part; return a function that undoes this. Collective."""
-    return SharedUpdate(replica, optimizer).close
+def _writes(values: Sequence[Any]) -> int:
+    """Return how often tensors among them were written to."""
+    return sum(value._version for value in values if isinstance(value, Tensor))

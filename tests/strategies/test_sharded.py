@@ -320,3 +320,111 @@ def test_factors_here_and_a_product_there(pair: sg.ShardedStrategy) -> None:
     model = fitted(pair, start, OPTIMIZERS["sgd"], x, y, batch=300)
     assert moved(start, alone)
     assert distance(alone, model.module) < 2e-6
+
+
+def _decay(module: nn.Module, factor: float = 0.5) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param.mul_(factor)
+
+
+def _by_hand(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.data.add_(param.grad if param.grad is not None else 0.0, alpha=-0.1)
+
+
+def _new_memory(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.data = param.data * 0.5
+
+
+_WRITES: dict[str, dict[str, Callable[[Any, Any], object]]] = {
+    "climbing": {"backward": lambda m, o: _decay(m, 1.1)},
+    "between epochs": {"epoch": lambda m, o: _decay(m)},
+    "unseen by autograd": {"epoch": lambda m, o: [p.data.mul_(0.5) for p in m.parameters()]},
+    "by hand": {"step": lambda m, o: _by_hand(m)},
+    "before the step": {"backward": lambda m, o: [p.data.mul_(0.9) for p in m.parameters()]},
+    "other memory": {"epoch": lambda m, o: _new_memory(m)},
+    "other optimizer": {"step": lambda m, o: torch.optim.SGD(m.parameters(), lr=0.1).step()},
+    "one layer, late": {"last": lambda m, o: m[2].weight.data.mul_(0.5)},
+    "state": {"epoch": lambda m, o: [s["momentum_buffer"].mul_(0.5) for s in o.state.values()]},
+    "own state_dict": {
+        "epoch": lambda m, o: [
+            s["momentum_buffer"].mul_(0.5) for s in o.state_dict()["state"].values()
+        ]
+    },
+    "state replaced": {
+        "epoch": lambda m, o: [
+            s.update(momentum_buffer=s["momentum_buffer"] * 0.5) for s in o.state.values()
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("case", list(_WRITES))
+def test_writes_of_the_loop_are_refused(several: sg.ShardedStrategy, case: str) -> None:
+    """Each replica would write once more to what they share."""
+    x, y = data(21)
+    does = _WRITES[case]
+
+    def at(place: str, module: nn.Module, optimizer: Any) -> None:
+        if place in does:
+            does[place](module, optimizer)
+
+    def loop() -> None:
+        module = mlp()
+        made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
+        module, optimizer, loader = several.prepare(module, made, loader)
+        for epoch in range(3):
+            for i, (rows, targets) in enumerate(loader):
+                F.cross_entropy(module(rows), targets).backward()
+                at("backward", module, optimizer)
+                if case not in ("by hand", "other optimizer"):
+                    optimizer.step()
+                at("step", module, optimizer)
+                optimizer.zero_grad()
+                if (epoch, i) == (2, 2):
+                    at("last", module, optimizer)
+            at("epoch", module, optimizer)
+
+    what = "state was" if "state" in case else "weights were"
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=rf"{what} written .* MirroredStrategy"):
+        several.run(loop)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", ["loaded", "cleared"])
+def test_the_state_of_the_optimizer_after_a_change(
+    several: sg.ShardedStrategy, name: str, case: str
+) -> None:
+    """The chief has the state of one device after state was loaded or cleared."""
+    x, y = data(21)
+    x, start = x.double(), mlp().double()
+
+    def train(prepare: Callable[..., Any]) -> Any:
+        module = copy.deepcopy(start)
+        made = OPTIMIZERS[name](module.parameters())
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
+        module, optimizer, loader = prepare(module, made, loader)
+        for epoch in range(3):
+            for rows, targets in loader:
+                F.cross_entropy(module(rows), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if epoch == 1 and case == "loaded":
+                optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+            if epoch == 1 and case == "cleared":
+                optimizer.state.clear()
+        return module.state_dict(), optimizer.state_dict()["state"]
+
+    other = OPTIMIZERS[name]((still := copy.deepcopy(start)).parameters())
+    F.cross_entropy(still(x), y).backward()
+    other.step()
+    weights, state = train(lambda *given: given)
+    ours, held = several.run(lambda: train(several.prepare))[0]
+    assert max(float((weights[k] - ours[k]).abs().max()) for k in weights) < 1e-12
+    assert held.keys() == state.keys() and len(state) == 4
+    for key, values in state.items():
+        for what, value in values.items():
+            assert torch.allclose(held[key][what], value, atol=1e-12), (key, what)
