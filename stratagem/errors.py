@@ -21,6 +21,9 @@ from __future__ import annotations
 class StratagemError(Exception):
     """Root of the tree."""
 
+    #: the replica or task that it is about, or that raised it if another did; else ""
+    who: str = ""
+
 
 class ClusterError(StratagemError, ValueError):
     """The description of the cluster is wrong."""

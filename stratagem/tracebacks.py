@@ -26,14 +26,22 @@ def described(error: BaseException) -> str:
     return "".join(whole.format())
 
 
+def for_other_tasks(error: BaseException) -> tuple[str, str]:
+    """Return what other tasks are told: a refusal's sentence and class, else a traceback and ""."""
+    if isinstance(error, StratagemError) and not isinstance(error, ReplicaError):
+        return str(error), type(error).__name__
+    return described(error), ""
+
+
 def _shorten(whole: TracebackException, error: BaseException) -> None:
-    if isinstance(error, ReplicaError):  # the message says what happened to the other replica
+    of_other = isinstance(error, StratagemError) and bool(error.who)
+    if of_other:  # the message says what happened to the other replica
         whole.__cause__ = whole.__context__ = None
     for inner, its in ((whole.__cause__, error.__cause__), (whole.__context__, error.__context__)):
         if inner is not None and its is not None:
             _shorten(inner, its)
     frames = whole.stack
-    if isinstance(error, ReplicaError):
+    if of_other:
         frames[:] = [frame for frame in frames if _is_users(frame)]
     ours_failed = bool(frames) and _is_ours(frames[-1]) and not isinstance(error, StratagemError)
     if not ours_failed and not all(map(_is_ours, frames)):

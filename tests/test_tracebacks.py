@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import stratagem as sg
 from stratagem.launch.output import Interrupts
+from stratagem.tracebacks import described
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -38,6 +40,42 @@ pathlib.Path(f"ready{replica.index}").touch()
 while True:
     replica.all_reduce(1.0)
 """
+
+
+REFUSED = "rows of one length each: pad them"
+
+
+def refuse(meets: bool) -> None:
+    """Refuse on the second replica, which the first waits for in a collective or at the end."""
+    replica = sg.current_replica()
+    if replica.index == 1:
+        raise sg.NotDistributable(REFUSED)
+    if meets:
+        replica.all_reduce(1.0)
+
+
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_refusal_of_another_replica_is_raised_as_it_is(meets: bool) -> None:
+    strategy = sg.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy, pytest.raises(sg.NotDistributable) as caught:
+        strategy.run(refuse, meets)
+    assert str(caught.value) == REFUSED and caught.value.who == "replica 1"
+    told = described(caught.value)
+    assert told.count(REFUSED) == 1 and told.count("Traceback") == 1 and "replica 1" in told
+
+
+@pytest.mark.parametrize("launcher", ["stratagem", "torch.distributed.run"])
+def test_a_launched_task_tells_the_refusal_of_another_without_its_traceback(
+    tmp_path: Path, launcher: str
+) -> None:
+    """Each of two tasks says it once; `stratagem run` ends with the output of the first."""
+    run = ["run", "--replicas"] if launcher == "stratagem" else ["--nproc-per-node"]
+    script = LAUNCHED.replace('RuntimeError("no more milk")', f"sg.NotDistributable({REFUSED!r})")
+    shown = ended(tmp_path, script, "-m", launcher, *run, "2")
+    assert "ReplicaFailed" not in shown and "raised an exception" not in shown
+    assert shown.count(f"NotDistributable: {REFUSED}") == 2 + (launcher == "stratagem")
+    assert shown.count("(It was raised on worker 1.)") == 1
+    assert "worker 1 failed first" in shown or launcher != "stratagem"
 
 
 def ended(folder: Path, script: str, *words: str, **environ: str) -> str:

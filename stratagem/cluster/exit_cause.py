@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from stratagem.errors import ReplicaError
+from stratagem.errors import StratagemError
 
 #: the path of a file to which the task writes the name of the one that failed
 VARIABLE = "STRATAGEM_BLAME"
@@ -41,6 +41,6 @@ def _write_cause(path: str, owner: int) -> None:
 
 def whom(error: BaseException | None) -> str:
     """Return the task or replica that an error, or one of its causes, names; else ''."""
-    while error is not None and not isinstance(error, ReplicaError):
+    while error is not None and not (isinstance(error, StratagemError) and error.who):
         error = error.__cause__ or error.__context__
     return "" if error is None else error.who

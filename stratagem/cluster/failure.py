@@ -48,9 +48,13 @@ class Failure:
     member: Member
     kind: Kind
     detail: str
+    #: the class of the refusal that it raised, whose sentence is the detail; "" for other errors
+    refusal: str = ""
 
-    def error(self) -> ReplicaError:
+    def error(self) -> StratagemError:
         """Return the exception to raise on every member."""
+        if self.refusal:
+            return refused_by(self.member.name, self.refusal, self.detail)
         make, text = _WORDS[self.kind]
         return make(text.format(who=self.member, detail=self.detail), self.member.name)
 
@@ -63,6 +67,7 @@ class Failure:
             "where": self.member.where,
             "kind": self.kind,
             "detail": shorten(self.detail),
+            "refusal": self.refusal,
         }
 
     @classmethod
@@ -72,7 +77,7 @@ class Failure:
         if not isinstance(rank, int) or kind not in _WORDS:
             raise ValueError(f"no trouble of rank {rank!r} and kind {kind!r} is known")
         member = Member(str(note["name"]), str(note["where"]))
-        return cls(rank, member, kind, shorten(str(note["detail"])))
+        return cls(rank, member, kind, shorten(str(note["detail"])), str(note["refusal"]))
 
 
 def shorten(detail: str) -> str:
@@ -153,8 +158,12 @@ def is_server_lost(error: BaseException | None) -> bool:
     return isinstance(error, ReplicaLost | ReplicaStalled) and error.who.startswith("ps ")
 
 
-def failed(name: str, text: str) -> ReplicaFailed:
-    """Return the error that ends a job in which a task raised; `text` is its traceback, if any."""
+def failed(name: str, text: str, refusal: str = "") -> ReplicaFailed:
+    """Return the error that ends a job in which a task raised: `text` is its traceback, if any, or
+    the sentence of a refusal of this class."""
+    if refusal:
+        said = f"{name} raised {refusal}; the others were stopped.\n\n{text}"
+        return ReplicaFailed(said, name)
     seen = f"{_TRACE}\n\n{text}" if text.strip() else "See its output for the reason."
     return ReplicaFailed(f"{name} raised an exception; the others were stopped. {seen}", name)
 
@@ -171,8 +180,21 @@ def error_note(error: StratagemError) -> dict[str, str]:
 
 def error_of(note: Mapping[str, object]) -> StratagemError:
     """Read the error that another task wrote."""
-    kind = getattr(errors, str(note["error"]), UsageError)
-    if not (isinstance(kind, type) and issubclass(kind, StratagemError)):
-        kind = UsageError
-    text = str(note["text"])
-    return kind(text, str(note.get("who", ""))) if issubclass(kind, ReplicaError) else kind(text)
+    kind, text, who = str(note["error"]), str(note["text"]), str(note.get("who", ""))
+    return refused_by(who, kind, text)
+
+
+def refused_by(who: str, kind: str, text: str) -> StratagemError:
+    """Return the error to raise where another task has raised one of this class."""
+    make = getattr(errors, kind, UsageError)
+    if not (isinstance(make, type) and issubclass(make, StratagemError)):
+        make = UsageError
+    return pass_on(make(text), who)
+
+
+def pass_on(error: StratagemError, who: str) -> StratagemError:
+    """Name the task that raised an error, which is raised here too; its sentence stays."""
+    if not isinstance(error, ReplicaError) and who and not error.who:
+        error.add_note(f"(It was raised on {who}.)")
+    error.who = error.who or who
+    return error

@@ -142,9 +142,10 @@ class Membership:
             left = {self.members[rank].name for rank in self._rounds.departed()}
             return frozenset({each.name for each in self.members} - self._gone - left)
 
-    def report_failure(self, detail: str) -> None:
-        """Tell all members that this one raised; `detail` is its traceback."""
-        self.announce(Failure(self.rank, self.members[self.rank], "failed", shorten(detail)))
+    def report_failure(self, detail: str, refusal: str = "") -> None:
+        """Tell all members that this one raised: a traceback, or a refusal's text and class."""
+        me = self.members[self.rank]
+        self.announce(Failure(self.rank, me, "failed", shorten(detail), refusal))
 
     def announce(self, trouble: Failure) -> None:
         """Tell all members of a trouble seen elsewhere, such as the death of a worker's replica."""

@@ -16,7 +16,7 @@ from typing import Any
 from stratagem.errors import UsageError
 from stratagem.replicas import graph_pickle, pipe_frames
 from stratagem.replicas.life_lock import LifeLock
-from stratagem.tracebacks import described
+from stratagem.tracebacks import described, for_other_tasks
 
 
 @dataclass
@@ -25,8 +25,8 @@ class FollowerState:
 
     sock: socket.socket
     things: dict[str, Any] = field(default_factory=dict)
-    #: called with the traceback of a failing call before the caller is answered
-    on_failure: Callable[[str], None] | None = None
+    #: called with what the other tasks are told of a failing call, before the caller is answered
+    on_failure: Callable[[str, str], None] | None = None
 
 
 #: prefix of a call that is only prepared for, neither run nor answered; no pickle begins so
@@ -92,7 +92,7 @@ def _answer(data: bytes) -> bytes:
     except BaseException as error:
         text = described(error)
         if state.on_failure is not None:
-            state.on_failure(text)
+            state.on_failure(*for_other_tasks(error))
         answer = graph_pickle.dumps_answer(
             CallResult(failed=True, error=_portable(error), text=text)
         )

@@ -152,10 +152,10 @@ def finish(coordinator: Coordinator, peer: Peer | None, body: Tensor) -> None:
         coordinator.changed.notify_all()
 
 
-@request("failed", WORKER, text=str)
-def fail(coordinator: Coordinator, peer: Peer, text: str) -> None:
+@request("failed", WORKER, text=str, refusal=str)
+def fail(coordinator: Coordinator, peer: Peer, text: str, refusal: str) -> None:
     """End the job: a worker has raised an exception."""
-    coordinator.end_job(failed(peer.name, text))
+    coordinator.end_job(failed(peer.name, text, refusal))
 
 
 # --- an epoch -------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from typing import Any
 
 from stratagem.arguments import by_name
 from stratagem.cluster.environment import cores
-from stratagem.cluster.failure import failed
+from stratagem.cluster.failure import failed, pass_on
 from stratagem.cluster.sockets import readable
-from stratagem.errors import ReplicaError, ReplicaLost, UsageError
+from stratagem.errors import ReplicaError, ReplicaLost, StratagemError, UsageError
 from stratagem.replicas import follower, graph_pickle
 from stratagem.replicas.pool import Follower, Pool
 from stratagem.servers.client import Client
@@ -206,7 +206,7 @@ class LocalWorkers:
             self._replace(child, "has ended")
         elif answer.failed:
             child.waiting = False
-            raise _failure(child.name, answer) from answer.error
+            raise _failure(child.name, answer)
         elif child.connected:
             child.waiting, child.value = False, answer.value
         else:
@@ -247,9 +247,11 @@ def patiently() -> None:
 
 
 def _failure(name: str, answer: follower.CallResult) -> BaseException:
-    if isinstance(answer.error, ReplicaError):
-        return answer.error  # it passes on what happened to another task
-    return failed(name, answer.text)
+    if isinstance(answer.error, StratagemError):
+        return pass_on(answer.error, name)
+    error = failed(name, answer.text)
+    error.__cause__ = answer.error
+    return error
 
 
 def _was_dropped(child: LocalWorker, answer: follower.CallResult) -> bool:

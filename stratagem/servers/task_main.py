@@ -18,7 +18,7 @@ from stratagem.servers.connections import Address
 from stratagem.servers.loop_device_group import end_assistance
 from stratagem.servers.server import Server
 from stratagem.servers.training_plan import goes_back
-from stratagem.tracebacks import described
+from stratagem.tracebacks import for_other_tasks
 from stratagem.training.agreement import Patience
 from stratagem.training.devices import place as device_of
 from stratagem.training.replica import Replica, current_replica, set_called
@@ -135,11 +135,11 @@ def become_worker(
     set_called(replica_of(index, size, device, name))
 
 
-def report_failure(worker: Client, text: str) -> None:
+def report_failure(worker: Client, text: str, refusal: str) -> None:
     """Tell the other tasks why this worker stops, unless they know the cause."""
     try:
         worker.finish_stream()
-        worker.ask("failed", text=text)
+        worker.ask("failed", text=text, refusal=refusal)
     except (OSError, ReplicaError) as problem:
         log.info("the coordinator did not hear of the failure: %s", problem)
 
@@ -153,7 +153,7 @@ def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...
         result = function(*args)
     except Exception as error:
         if worker is not None and not isinstance(error, ReplicaError):
-            report_failure(worker, described(error))  # before all is cleared up
+            report_failure(worker, *for_other_tasks(error))  # before all is cleared up
         raise
     if worker is None:
         end_assistance()

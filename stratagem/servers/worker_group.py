@@ -42,7 +42,7 @@ from stratagem.servers.task_main import (
     run,
     run_in_group,
 )
-from stratagem.tracebacks import described, install
+from stratagem.tracebacks import for_other_tasks, install
 from stratagem.training.agreement import Patience
 from stratagem.training.elastic import Again
 from stratagem.training.group_followers import forked
@@ -276,7 +276,7 @@ class WorkerGroup:
         elif not isinstance(error, Exception) or _lost_a_device(self._group, error):
             self._left = True  # Ctrl-C, sys.exit: leaving, not failing
         elif not isinstance(error, ReplicaError):
-            self.report(described(error))
+            self.report(error)
         return better
 
     # --- servers that were lost ---------------------------------------------------------------
@@ -304,9 +304,9 @@ class WorkerGroup:
         found = worker.stats() if worker is not None else None
         return found or self._last or Stats()
 
-    def report(self, detail: str) -> None:
+    def report(self, error: BaseException) -> None:
         if os.getpid() == self._owner and self.worker is not None and not self._left:
-            report_failure(self.worker, detail)
+            report_failure(self.worker, *for_other_tasks(error))
 
     def _end(self) -> None:
         worker, self.worker = self.worker, None

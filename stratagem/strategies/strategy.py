@@ -83,7 +83,7 @@ class TaskGroup(Protocol):
         With `again` the call can be begun again after replicas have left or joined.
         """
 
-    def report(self, detail: str) -> None:
+    def report(self, error: BaseException) -> None:
         """Tell the other tasks why this task ends."""
 
     def close(self) -> None:
@@ -316,5 +316,5 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     for strategy in list(_open):
         if error is not None:
-            strategy.replica_group.report(tracebacks.described(error))
+            strategy.replica_group.report(error)
         strategy.close()

@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
+from stratagem.cluster.failure import pass_on
 from stratagem.cluster.membership import Failure, Member, Membership
 from stratagem.data.streams import RngStates
-from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaLost, UsageError
+from stratagem.errors import (
+    ReplicaError,
+    ReplicaFailed,
+    ReplicaLost,
+    StratagemError,
+    UsageError,
+)
 from stratagem.figures.recorder import event
 from stratagem.replicas import follower
 from stratagem.replicas.pool import Follower, Pool
@@ -231,8 +238,8 @@ def collected(pool: Pool, watch: Callable[[], None]) -> list[Any]:
     """Wait for the result of a call on each follower; raise the first failure."""
     answers = pool.collect(watch)
     for one, answer in zip(pool.followers, answers, strict=True):
-        if isinstance(answer.error, ReplicaError):
-            raise answer.error  # passed on from another replica
+        if isinstance(answer.error, StratagemError):
+            raise pass_on(answer.error, one.name)
         if answer.failed:
             raise failure(one.name, answer) from answer.error
     return [answer.value for answer in answers]

@@ -128,7 +128,7 @@ class ReplicaGroup:
                 except BaseException as error:
                     known = explained(error, self._cluster if self.outlives_the_chief else None)
                     if not isinstance(known, ReplicaError):
-                        self.report(tracebacks.described(error))
+                        self.report(error)
                     if self._least is None or not isinstance(known, ReplicaError):
                         self.close()
                     raise
@@ -352,15 +352,15 @@ class ReplicaGroup:
         """Report a failure to the cluster, before the group ends; return its cause."""
         if self._cluster is not None and len(self._cluster.members) > 1:
             if not isinstance(error, ReplicaError):
-                self.report(tracebacks.described(error))
+                self.report(error)
         elif self._generations is None:
             self._cluster = None
         return Cause(error, self._local, self._pool)
 
-    def report(self, detail: str) -> None:
+    def report(self, error: BaseException) -> None:
         """Tell the other tasks of the cluster why this one ends."""
         if os.getpid() == self._owner and self._cluster is not None:
-            self._cluster.report_failure(detail)
+            self._cluster.report_failure(*tracebacks.for_other_tasks(error))
 
     def _end(self, cause: Cause | None = None, then: str = "") -> dict[int, int | None]:
         """End what this process has started; with a cause in the background, and log `then`."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.cluster.failure import refused_by
 from stratagem.data.shares import rows, share, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, ReplicaFailed
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.state.shared_model import OwnedState
-from stratagem.tracebacks import described
+from stratagem.tracebacks import for_other_tasks
 from stratagem.training import setup
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.led_loop import LedLoop
@@ -232,7 +233,9 @@ class StagePasses(LedLoop):
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
-        for name, text in failures:
+        for name, text, refusal in failures:
+            if refusal:
+                raise refused_by(name, refusal, text)
             raise ReplicaFailed(
                 f"{name} raised an exception in a forward; this batch has no output, and the loop "
                 f"may go on with another. Its traceback:\n\n{text}",
@@ -243,7 +246,7 @@ class StagePasses(LedLoop):
         """Return a layer's exception as it is sent to the first process."""
         if self._replica.leads:
             self._raised = error
-        return [self._replica.name, described(error)]
+        return [self._replica.name, *for_other_tasks(error)]
 
     def _cut(self, split: StageSplit, total: int) -> list[Pieces]:
         """Return the microbatches of each pipeline, in rows of the batch."""
