@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from stratagem.data.loader import is_stream
 from stratagem.data.passes import PassJournal, dice_of
 from stratagem.data.shares import count_rows, rows, share
+from stratagem.errors import NotDistributable
 from stratagem.servers.client import Client
 
 log = logging.getLogger("stratagem")
@@ -125,27 +127,50 @@ class IndexSource:
                 dice.set_state(state)
 
 
-def parts_of_indices(batch: Any) -> Cut:
+def source_of(
+    worker: Client, loader: DataLoader[Any], indices: IndexSource, epoch: int
+) -> BatchSource:
+    """Return the source of one pass of a custom loop over its loader."""
+    assert worker.plan is not None
+    parts = worker.plan.parts
+    borrow = parts == worker.plan.workers > 1
+    if not is_stream(loader) and loader.batch_sampler is None:
+        raise NotDistributable(
+            "the DataLoader has batch_size=None, so there is no batch to deal out; give it a "
+            "batch_size or a batch_sampler."
+        )
+    batches, cut = (loader, parts_of_rows) if is_stream(loader) else (indices, parts_of_indices)
+    return BatchSource(worker, epoch, map(partial(cut, borrow=borrow), batches), parts)
+
+
+def parts_of_indices(batch: Any, *, borrow: bool = False) -> Cut:
     """Cut a batch of indices; the worker that gets them reads the examples."""
     indices = [int(i) for i in batch]
 
     def cut(parts: int) -> list[dict[str, Any]]:
-        bounds = _bounds(len(indices), parts)
-        return [{"indices": indices[a:b], "total": len(indices)} for a, b in bounds]
+        bounds = _bounds(len(indices), parts, borrow)
+        return [{"indices": indices[a:b], **told} for a, b, told in bounds]
 
     return cut
 
 
-def parts_of_rows(batch: Any) -> Cut:
+def parts_of_rows(batch: Any, *, borrow: bool = False) -> Cut:
     """Cut a batch of examples, which are sent themselves."""
     total = count_rows(batch)
 
     def cut(parts: int) -> list[dict[str, Any]]:
-        return [{"rows": rows(batch, a, b), "total": total} for a, b in _bounds(total, parts)]
+        bounds = _bounds(total, parts, borrow)
+        return [{"rows": rows(batch, a, b), **told} for a, b, told in bounds]
 
     return cut
 
 
-def _bounds(total: int, parts: int) -> list[tuple[int, int]]:
-    count = max(1, min(parts, total))
-    return [share(total, count, part) for part in range(count)]
+def _bounds(total: int, parts: int, borrow: bool) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield bounds of parts. `borrow`: of so many parts, where an empty one borrows the first
+    example, which weighs nothing: every worker runs its loop's body for every batch."""
+    count = parts if borrow and total > 0 else max(1, min(parts, total))
+    for start, end in (share(total, count, part) for part in range(count)):
+        if start == end:
+            yield 0, 1, {"total": total, "borrowed": True}
+        else:
+            yield start, end, {"total": total}

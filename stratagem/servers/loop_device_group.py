@@ -33,6 +33,8 @@ class LoopDeviceGroup:
     ) -> None:
         self._replica, self._model, self._loader = replica, model, loader
         self._params = [p for p in model.parameters() if p.requires_grad]
+        #: whether all devices have the newest values since the last step
+        self.up_to_date = False
         look = fingerprint.of_loader(loader, "the loader")
         reader = reader_of(replica)
         assert reader is not None and reader.pushes is not None
@@ -42,9 +44,16 @@ class LoopDeviceGroup:
         setup.roll_dice_of_devices(replica)
         self.commands = CommandLoop(replica.collective)
 
-    def share(self, payload: Any) -> tuple[Any, int]:
-        """Take the first device's values; return this device's rows of a ticket, and its size."""
+    def spread(self) -> None:
+        """Take the first device's values."""
         setup.spread(self._params, self._replica)
+        self.up_to_date = True
+
+    def share(self, payload: Any) -> tuple[Any, int]:
+        """Return this device's rows of a ticket, and the size of it, with the newest values."""
+        if not self.up_to_date:
+            self.spread()
+        self.up_to_date = False
         whole = payload.get("indices")
         total = rows_of(payload["rows"]) if whole is None else len(whole)
         start, end = share(total, self._replica.count, self._replica.index)
@@ -52,8 +61,10 @@ class LoopDeviceGroup:
         if start == end:  # an empty share borrows an example, which weighs nothing
             start, end = 0, 1
         if whole is None:
-            return rows(payload["rows"], start, end), total
-        return read(self._loader, whole[start:end]), total
+            part = rows(payload["rows"], start, end)
+        else:
+            part = read(self._loader, whole[start:end])
+        return part, 0 if "borrowed" in payload else total
 
     def average(self) -> None:
         """Average the running statistics of all devices."""
@@ -89,7 +100,7 @@ class GroupLoader:
         self.loader, self.device = loader, replica.device
         self.dataset, self.batch_size = loader.dataset, loader.batch_size
         self._group = LoopDeviceGroup(replica, model, optimizer, loader)
-        _, (self._over, parts) = self._group.commands.hear()
+        _, (self._over, parts, self._in_step) = self._group.commands.hear()
         self._params = [p for p in model.parameters() if p.requires_grad]
         self._carry = Accumulation(self._params, parts)
         self._held = self._ended = False
@@ -104,6 +115,7 @@ class GroupLoader:
         if self._ended:
             raise UsageError("the training of this loader has ended; prepare it again.")
         self._expect("pass")
+        self._group.up_to_date = False
         while True:
             word, payload = self._expect("batch", "pass over", "over")
             if word != "batch":
@@ -143,6 +155,9 @@ class GroupLoader:
         self._carry.drop()
         for param in self._params:
             param.grad = None
+        if self._in_step:
+            self._expect("values")
+            self._group.spread()
 
     def end(self) -> None:
         """Take the last values: the first device has ended the training."""

@@ -10,15 +10,15 @@ A batch without a step counts as done: it makes no update, and its gradients acc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from stratagem.data.loader import check_sampler, is_stream
 from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.figures.meter import METER
@@ -26,23 +26,18 @@ from stratagem.rules.tickets import Ticket
 from stratagem.servers.batch_source import (
     BatchSource,
     IndexSource,
-    parts_of_indices,
-    parts_of_rows,
     read,
-    say_who_reads,
+    source_of,
 )
-from stratagem.servers.client import Client, EpochOver, FitOver
-from stratagem.servers.loop_device_group import Accumulation, GroupLoader, LoopDeviceGroup
+from stratagem.servers.client import Assignment, EpochOver, FitOver
+from stratagem.servers.loop_device_group import Accumulation, LoopDeviceGroup
 from stratagem.servers.loop_session import LoopSession, LoopWrites
 from stratagem.servers.push_committer import PushCommitter
-from stratagem.servers.task_main import in_group
-from stratagem.training import fingerprint, hints
-from stratagem.training.custom_loop import read_losses
 from stratagem.training.loss_reading import PushWeights
-from stratagem.training.prepare import Prepared, to_device
+from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
-from stratagem.training.settings import Settings
-from stratagem.training.setup import refuse_frequencies, refuse_renormed
+
+log = logging.getLogger("stratagem")
 
 
 class TicketLoader:
@@ -58,11 +53,14 @@ class TicketLoader:
         self._indices = IndexSource(loader)
         self._epoch = 0
         self._held: tuple[Ticket, int] | None = None
+        #: what the last step has fetched already, with the values that it made
+        self._ahead: Assignment | EpochOver | FitOver | None = None
+        self._source: BatchSource | None = None
         #: the other devices of this worker
         self._group: LoopDeviceGroup | None = None
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
-        self._closed = False
+        self._closed = self._warned = False
         #: an error found when the loop was left, raised at the next opportunity
         self._refusal: NotDistributable | None = None
         self._writes = LoopWrites(session)
@@ -70,7 +68,8 @@ class TicketLoader:
     def gather_round(self, group: LoopDeviceGroup) -> None:
         """Have other devices share every ticket."""
         self._group, session = group, self.session
-        group.commands.tell("begin", self._over, 1 if self._over else session.plan.parts)
+        parts, in_step = (1, False) if self._over else (session.plan.parts, session.in_step)
+        group.commands.tell("begin", self._over, parts, in_step)
         if self._over:
             group.remove()
         else:
@@ -85,83 +84,6 @@ class TicketLoader:
         """The number of batches of the whole epoch, on all workers."""
         return len(self.loader)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the loop has not begun, or has a batch in hand."""
-        return not self._over and (self._epoch == 0 or self._held is not None)
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = self.session.worker
-        if self._over:
-            return
-        self._check_open()
-        self._epoch += 1
-        worker.want(self._epoch)
-        if worker.is_chief:
-            worker.set_settings(self.session.settings())
-        self._writes.send()
-        source = self._source() if worker.is_chief else None
-        number = 0
-        self._tell("pass")
-        while True:
-            work = worker.next(source.fill if source is not None else None)
-            if isinstance(work, FitOver):
-                self._tell("over")
-                self._end_as(work)
-                self._align()
-                return
-            if isinstance(work, EpochOver):
-                self._end_pass(number > 0)
-                return
-            batch, examples = self._batch(work.payload)
-            self._held = (work.ticket, examples)
-            self._begin_batch(examples, int(work.payload["total"]))
-            number += 1
-            self._writes.begin_batch(number)
-            try:
-                yield batch if self.device.type == "cpu" else to_device(batch, self.device)
-            except GeneratorExit:  # break, unless an error ends the training
-                if worker.at_end is not None and not self._in_trouble():
-                    self._leave(number)
-                raise
-            self._check_open()
-            self._writes.check_weights()
-            self._skip()
-
-    def _skip(self) -> None:
-        """Count a batch without a step as done."""
-        if self._held is not None:
-            (ticket, _), self._held = self._held, None
-            self.session.worker.ask("skip", serial=ticket.serial)
-            self._carry.keep()
-
-    def _begin_batch(self, examples: int, total: int) -> None:
-        self._carry.begin(examples, total)
-        self._weights.begin(examples, total)
-        if self._group is None:
-            self._share.set(examples, total)
-
-    def _end_pass(self, worked: bool) -> None:
-        """End the epoch: all workers take the last values, and the mean of the statistics."""
-        session, worker = self.session, self.session.worker
-        self._writes.check_state()
-        self._tell("pass over")
-        if self._group is not None:
-            self._group.average()
-        worker.report(session.statistics.here() if worked else None)
-        if worker.is_chief:
-            session.statistics.average([each for each in worker.gather()[0] if each is not None])
-            session.statistics.send()
-        else:
-            session.statistics.receive(self._epoch)
-        worker.refresh()
-        self._align()
-        self._writes.mark()
-
-    def _in_trouble(self) -> bool:
-        """Whether another device of this worker has failed."""
-        return self._group is not None and self._group.in_trouble
-
     def _align(self) -> None:
         if self._group is not None:
             self._group.align()
@@ -174,7 +96,7 @@ class TicketLoader:
                 self._writes.check_state()
             except NotDistributable as refusal:
                 self._refusal = refusal  # raised later: Python would drop it here
-            self._held = None
+            self._held = self._ahead = None
             self.session.worker.leave_loop(self._epoch)
             self._writes.mark()
         plan = self.session.plan
@@ -190,18 +112,6 @@ class TicketLoader:
                 "has returned; prepare it again."
             )
 
-    def _source(self) -> BatchSource:
-        session = self.session
-        parts = session.plan.parts
-        if is_stream(self.loader):
-            return BatchSource(session.worker, self._epoch, map(parts_of_rows, self.loader), parts)
-        if self.loader.batch_sampler is None:
-            raise NotDistributable(
-                "the DataLoader has batch_size=None, so there is no batch to deal out; give it a "
-                "batch_size or a batch_sampler."
-            )
-        return BatchSource(session.worker, self._epoch, map(parts_of_indices, self._indices), parts)
-
     def _batch(self, payload: Any) -> tuple[Any, int]:
         """Return this device's rows of a ticket, and the number of the ticket's examples."""
         if self._group is not None:
@@ -210,7 +120,7 @@ class TicketLoader:
         with METER.loading():
             far = "indices" in payload
             whole = read(self.loader, payload["indices"]) if far else payload["rows"]
-        return whole, max(count_rows(whole), 0)
+        return whole, 0 if "borrowed" in payload else max(count_rows(whole), 0)
 
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: push the gradients, so that the step finds none."""
@@ -236,9 +146,14 @@ class TicketLoader:
         self._carry.drop()
         session = self.session
         session.collect()
-        self._committer.begin(ticket, examples)
-        self._committer.commit([0.0, weight])
+        if examples or session.plan.parts == 1:
+            self._committer.begin(ticket, examples)
+            self._committer.commit([0.0, weight])
+        else:  # borrowed rows weigh nothing
+            session.pass_over(ticket)
         session.forget_gradients()
+        if session.in_step:
+            self._fetch(ticket)
         self._writes.pushed()
 
     def _weight_of_row(self) -> float:
@@ -281,86 +196,3 @@ class TicketLoader:
         self._align()
         if self._refusal is not None:
             raise self._refusal
-
-
-def prepare_served(
-    worker: Client | None,
-    replica: Replica,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: Optimizer,
-    loader: Any,
-    loss_reduction: str | None,
-) -> Prepared:
-    """Have `optimizer.step` push gradients, and the loader deal batches.
-
-    `worker` is None on all devices of a worker but the first.
-    """
-    _check(model, optimizer, loader)
-    reader = read_losses(replica, loss_reduction)
-    reader.pushes = PushWeights(grouped=in_group(replica))
-    model.to(replica.device)
-    if worker is None:
-        return Prepared(model, optimizer, GroupLoader(replica, model, optimizer, loader))
-    first: TicketLoader | None = worker.prepared
-    assert settings.served is not None
-    look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
-    look |= fingerprint.of_loader(loader, "the loader")
-    session = LoopSession(
-        worker, model, optimizer, settings.served, wire=settings.wire, look=("prepare", look)
-    )
-    session.cancels = False  # backward in a custom loop is not interrupted
-    if worker.is_chief:
-        say_who_reads(loader)
-        if session.over is None and session.plan.parts > 1:
-            hints.warn_of_batchnorm(
-                model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
-            )
-    tickets = TicketLoader(session, loader, replica, reader.pushes)
-    if in_group(replica):
-        tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
-    if session.over is None:
-        session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
-        session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
-        if first is not None and first.session.optimizer is not optimizer:
-            session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
-    worker.prepared, worker.at_end = tickets, tickets.close
-    return Prepared(model, optimizer, tickets)
-
-
-def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
-    """Refuse models, optimizers and loaders that servers cannot train."""
-    if not isinstance(loader, DataLoader):
-        raise NotDistributable(
-            f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
-            "parameter servers its batches are dealt out to whoever is free."
-        )
-    check_sampler(loader)
-    _check_optimizer(model, optimizer)
-    refuse_renormed(model)
-    refuse_frequencies(model)
-
-
-def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse parameters that the optimizer does not have: servers would not update them."""
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if missing:
-        raise NotDistributable(
-            f"{len(missing)} trainable parameters of the model are not in the optimizer "
-            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
-            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
-        )
-    if optimizer._optimizer_step_post_hooks:
-        raise NotDistributable(
-            "the optimizer has a hook that runs after step(), and with servers the new values "
-            "come with the next batch; do what it does at the beginning of the loop's body, or, if "
-            "it writes weights, between two epochs."
-        )
-
-
-def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    raise UsageError(
-        "this optimizer's training ended when another one was prepared, and servers train one "
-        "model at a time; put the models into one nn.Module with one optimizer."
-    )

@@ -9,8 +9,8 @@ from torch import nn
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
+from stratagem.servers.loop_prepare import prepare_served
 from stratagem.servers.task_main import current_worker, in_group
-from stratagem.servers.ticket_loop import prepare_served
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.strategies.custom_loop_calls import Resume
 from stratagem.strategies.strategy import Strategy, TaskGroup, replica_group_inside
