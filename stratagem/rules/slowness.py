@@ -6,7 +6,9 @@ each takes by itself:
     own = compute + load + link        step = own + wait
 
 A task is slow if its own time is more than RATIO times the median of the other tasks', over STEPS
-steps. The part that exceeds theirs most is the reason.
+steps. The part that exceeds theirs most is the reason. Time in which it was ready to run and had no
+core is not its own: where that makes the difference, the machine has more work than cores, which is
+said once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ AGAIN = 1.25
 #: differences below this, in seconds per step, are ignored
 LEAST = 0.001
 
-Reason = Literal["computes", "loads data", "link"]
+Reason = Literal["computes", "loads data", "link", "cores"]
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,17 @@ class Sample:
     wait: float
     #: examples a step
     examples: float = 1.0
+    #: of all this, how long it was ready to run and had no core
+    queue: float = 0.0
 
     @property
     def own(self) -> float:
         return self.compute + self.load + self.link
+
+    @property
+    def busy(self) -> float:
+        """Its own time with a core to itself."""
+        return max(0.0, self.own - self.queue)
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Sample:
@@ -49,7 +58,7 @@ class Sample:
         steps, known = line.get("steps"), [n for n in numbers if isinstance(n, int | float)]
         if not isinstance(steps, int) or len(known) < len(numbers):
             raise ValueError("a line of figures lacks a number")
-        return cls(steps, *map(float, known))
+        return cls(steps, *map(float, known), queue=float(line.get("queue", 0.0)))
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,12 @@ class Finding:
     theirs: float
 
     def __str__(self) -> str:
+        if self.reason == "cores":
+            return (
+                f"this machine has more work than cores: {self.task} takes {_ms(self.own)} a step, "
+                f"the others {_ms(self.others)}, since it queues for a core. Fewer processes, "
+                "workers of DataLoaders or threads (OMP_NUM_THREADS) would finish sooner."
+            )
         text = (
             f"{self.task} is slow: it takes {_ms(self.own)} a step, the others {_ms(self.others)}; "
         )
@@ -94,6 +109,7 @@ class SlowRule:
         self._windows: dict[str, deque[Sample]] = {}
         self._means: dict[str, Sample] = {}
         self._named: set[tuple[str, Reason]] = set()
+        self._crowded = False
 
     def add(self, task: str, sample: Sample) -> Finding | None:
         """Add a sample; return a finding if the task is slow and was not named yet."""
@@ -118,11 +134,20 @@ class SlowRule:
             self._named = {each for each in self._named if each[0] != task}
         if mine.own <= RATIO * fair or mine.own - fair <= LEAST:
             return None
+        if mine.busy <= RATIO * fair or mine.busy - fair <= LEAST:
+            return self._crowding(task, mine, fair)
         found = _finding(task, mine, others, fair)
         if (task, found.reason) in self._named:
             return None
         self._named.add((task, found.reason))
         return found
+
+    def _crowding(self, task: str, mine: Sample, fair: float) -> Finding | None:
+        """Name the machine, once: a task is late for want of a core alone."""
+        first, self._crowded = not self._crowded, True
+        if not first:
+            return None
+        return Finding(task, "cores", mine.own, fair, mine.queue, 0.0)
 
 
 def _finding(task: str, mine: Sample, others: Sequence[Sample], fair: float) -> Finding:
@@ -145,4 +170,4 @@ def _mean(window: Iterable[Sample]) -> Sample:
     def over(name: str) -> float:
         return float(sum(getattr(each, name) * each.steps for each in kept)) / steps
 
-    return Sample(steps, *map(over, ("compute", "load", "link", "wait", "examples")))
+    return Sample(steps, *map(over, ("compute", "load", "link", "wait", "examples", "queue")))

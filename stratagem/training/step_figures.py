@@ -14,6 +14,7 @@ from typing import Any
 
 from stratagem.figures.meter import METER
 from stratagem.figures.recorder import PERIOD, event, recorder
+from stratagem.figures.run_queue import RunQueue
 from stratagem.rules.slowness import STEPS, Sample, SlowRule
 from stratagem.training.replica import Replica
 from stratagem.wire import link_time
@@ -58,6 +59,7 @@ class StepFigures:
         meter = METER
         self._load, self._wait, self._link = meter.load, meter.wait, meter.link
         self._bytes, self._pushes, self._stale = meter.bytes, meter.pushes, meter.staleness
+        self._run_queue = RunQueue()
         if self._recorder is not None:
             self._recorder.keep_writing(self._idle)
 
@@ -84,6 +86,7 @@ class StepFigures:
         times, self._times = self._times, []
         examples, self._examples = self._examples, 0
         seconds, self._flushed = now - self._flushed, now
+        queue = self._run_queue.waited()
         if not times:
             return
         meter = METER
@@ -100,6 +103,7 @@ class StepFigures:
             "load": round(max(0.0, load), 7),
             "wait": round(wait, 7),
             "link": round(link, 7),
+            "queue": round(queue / len(times), 7),
             "bytes": round((meter.bytes - self._bytes) / seconds),
             "staleness": round((meter.staleness - self._stale) / pushes, 3) if pushes else None,
             "generation": meter.generation,

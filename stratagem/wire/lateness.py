@@ -20,8 +20,9 @@ FIRST, AGAIN, SETTLE = 5.0, 10.0, 1.0  # seconds: first line, next lines, time f
 def late_line(who: str, waited: float) -> str:
     """Return the log line about a replica that is alive but late."""
     return (
-        f"waiting for {who}, {waited:.0f} s: it lives, but has not come to this step; slow data, a "
-        "breakpoint, or a loop of another length there? `py-spy dump` shows where it is."
+        f"waiting for {who}, {waited:.0f} s: it lives, but has not come to this step; does it "
+        "compile (a first step), load data slowly, stand at a breakpoint, or run a loop of another "
+        "length? `py-spy dump` shows where it is."
     )
 
 

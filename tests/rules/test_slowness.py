@@ -107,6 +107,19 @@ def test_what_is_not_slow() -> None:
         assert rule.add("b", Sample(1, 0.0008, 0, 0, 0)) is None
 
 
+def test_more_work_than_cores_is_another_sentence_once() -> None:
+    """Time in a queue for a core makes no task slow; what it computes too long besides does."""
+    rule, found = SlowRule(), []
+    for step in range(400):
+        late = step // 100 % 2  # each in turn
+        for task in range(2):
+            own, queue = (0.03, 0.02) if task == late else (0.01, 0.0)
+            found += [rule.add(f"replica {task}", Sample(1, own, 0, 0, 0, queue=queue))]
+    told = [str(each) for each in found if each is not None]
+    assert len(told) == 1 and told[0].startswith("this machine has more work than cores: replica 0")
+    assert feed(SlowRule(), 100, 2.5, queue=0.005) == [STEPS]
+
+
 def test_a_line_that_lacks_a_number_is_refused() -> None:
     line = {"steps": 3, "compute": 0.1, "load": 0, "link": 0, "wait": 0.0, "examples": 4}
     assert Sample.from_json(line).own == pytest.approx(0.1)

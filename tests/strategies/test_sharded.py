@@ -389,7 +389,9 @@ def test_writes_of_the_loop_are_refused(several: sg.ShardedStrategy, case: str) 
             at("epoch", module, optimizer)
 
     what = "state was" if "state" in case else "weights were"
-    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=rf"{what} written .* MirroredStrategy"):
+    with pytest.raises(
+        (sg.NotDistributable, sg.ReplicaFailed), match=rf"{what} written .* MirroredStrategy"
+    ):
         several.run(loop)
 
 

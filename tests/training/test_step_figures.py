@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import stratagem as sg
 from stratagem.figures import recorder
 from stratagem.figures.meter import METER, loading
+from stratagem.rules.slowness import STEPS
 from stratagem.training.step_figures import Line, SlowWatch, StepFigures
 from tests.clock import in_time, unless_late
 
@@ -61,6 +65,37 @@ def test_a_replica_of_this_process_is_named(
         assert lines and all(line["examples"] == 4 for line in lines)
         waits = sum(line["wait"] for line in lines) / len(lines)
         unless_late((waits > 0.02) == (i == 0), (i, waits))
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="it is not counted here")
+def test_a_task_that_queues_for_a_core_is_not_slow(caplog: pytest.LogCaptureFixture) -> None:
+    """It shares one core with another program, and computes in each step as long as its peer."""
+    told: list[Line] = []
+    figures, cores = StepFigures("replica 1", told.append), os.sched_getaffinity(0)
+    figures.step(4)
+    os.sched_setaffinity(0, {core := min(cores)})
+    code = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            for _ in range(60):
+                until = time.thread_time() + 0.005
+                while time.thread_time() < until:
+                    pass
+                figures.step(4)
+            figures._flush(time.perf_counter())
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    watch = SlowWatch()
+    line = max(told, key=lambda each: float(each["steps"])) | {"steps": STEPS}
+    assert line["compute"] > 1.6 * 0.005
+    with caplog.at_level(logging.WARNING, "stratagem"):
+        watch.hear({**line, "task": "replica 0", "compute": 0.005, "queue": 0.0})
+        watch.hear(line)
+        watch.hear(line)
+    said = [each.message.partition(":")[0] for each in caplog.records]
+    assert said == ["this machine has more work than cores"]
 
 
 class Nap(nn.Module):
