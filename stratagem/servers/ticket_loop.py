@@ -84,6 +84,106 @@ class TicketLoader:
         """The number of batches of the whole epoch, on all workers."""
         return len(self.loader)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop has not begun, or has a batch in hand."""
+        return not self._over and (self._epoch == 0 or self._held is not None)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = self.session.worker
+        if self._over:
+            return
+        self._check_open()
+        self._epoch += 1
+        worker.want(self._epoch)
+        if worker.is_chief:
+            worker.set_settings(self.session.settings())
+        self._writes.send()
+        source = partial(source_of, worker, self.loader, self._indices, self._epoch)
+        self._source = source() if worker.is_chief else None
+        number = 0
+        self._tell("pass")
+        if self._group is not None:
+            self._group.up_to_date = False
+        while True:
+            work = self._next()
+            if isinstance(work, FitOver):
+                self._tell("over")
+                self._end_as(work)
+                self._align()
+                return
+            if isinstance(work, EpochOver):
+                self._end_pass(number > 0)
+                return
+            batch, examples = self._batch(work.payload)
+            self._held = (work.ticket, examples)
+            total = int(work.payload["total"])
+            self._carry.begin(examples, total)
+            self._weights.begin(examples, total)
+            if self._group is None:
+                self._share.set(examples, total)
+            number += 1
+            self._writes.begin_batch(number)
+            try:
+                yield batch if self.device.type == "cpu" else to_device(batch, self.device)
+            except GeneratorExit:  # break, unless an error ends the training
+                in_trouble = self._group is not None and self._group.in_trouble
+                if worker.at_end is not None and not in_trouble:
+                    self._leave(number)
+                raise
+            self._check_open()
+            self._writes.check_weights()
+            self._skip()
+
+    def _next(self) -> Assignment | EpochOver | FitOver:
+        """Wait for work, unless the last step has it."""
+        work, self._ahead = self._ahead, None
+        if work is None:
+            work = self.session.worker.next(None if self._source is None else self._source.fill)
+        return work
+
+    def _fetch(self, ticket: Ticket) -> None:
+        """After a push in step: wait for the new values, which come with the next work."""
+        self._ahead = self._next()
+        if not isinstance(self._ahead, Assignment):
+            self.session.worker.refresh()
+        elif self._ahead.ticket.first == ticket.first and not self._warned:
+            self._warned = True
+            log.warning(
+                "not all of %d workers are here, and %s does several parts of a batch: what its "
+                "loop does after optimizer.step() is done for each of them, with the weights from "
+                "before the update.",
+                self.session.plan.workers,
+                self.session.worker.name,
+            )
+        if self._group is not None:
+            self._group.commands.tell("values")
+            self._group.spread()
+
+    def _skip(self) -> None:
+        """Count a batch without a step as done."""
+        if self._held is not None:
+            (ticket, _), self._held = self._held, None
+            self.session.worker.ask("skip", serial=ticket.serial)
+            self._carry.keep()
+
+    def _end_pass(self, worked: bool) -> None:
+        """End the epoch: all workers take the last values, and the mean of the statistics."""
+        session, worker = self.session, self.session.worker
+        self._writes.check_state()
+        self._tell("pass over")
+        if self._group is not None:
+            self._group.average()
+        worker.report(session.statistics.here() if worked else None)
+        if worker.is_chief:
+            session.statistics.average([each for each in worker.gather()[0] if each is not None])
+            session.statistics.send()
+        else:
+            session.statistics.receive(self._epoch)
+        worker.refresh()
+        self._align()
+        self._writes.mark()
+
     def _align(self) -> None:
         if self._group is not None:
             self._group.align()
