@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.change_tracker import digest
+from stratagem.training.batch_shares import shares_of
 from stratagem.training.hints import warn_of_hooks, warn_without_loader
 from stratagem.training.loss_reading import (
     BY_ROWS,
@@ -67,7 +68,7 @@ class LossReader:
 
     def __init__(self, replica: Replica, reduction: str | None) -> None:
         self._replica = weakref.ref(replica)
-        self.share = replica.share
+        self.share, self._batches = replica.share, shares_of(replica)
         #: how many backward passes there were
         self.passes = 0
         #: as the user said: "mean", "sum", or None
@@ -109,7 +110,8 @@ class LossReader:
 
     def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
         """Run `backward` with factors on the terms of its losses that make shares add up."""
-        self.is_reading = True
+        self._batches.find(losses)
+        self.is_reading = self._batches.in_backward = True
         self.passes += 1
         if self.passes & (self.passes - 1) == 0 and self._unhooked:
             self._look_for_hooks()
@@ -125,8 +127,9 @@ class LossReader:
             for exchange in self._present():  # whether a sum is divided depends on all replicas
                 exchange.keep_earlier()
             backward()
+            self._batches.backward_over()
         finally:
-            self.is_reading = False
+            self.is_reading = self._batches.in_backward = False
             for handle in handles:
                 handle.remove()
 

@@ -19,6 +19,7 @@ from stratagem.data.shares import map_parts, own_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.figures.meter import METER
 from stratagem.training import fingerprint, hints, meetings, setup, sync_batchnorm
+from stratagem.training.batch_shares import ROWS, CarryingLoader, shares_of
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.fingerprint import of_arrays
@@ -117,6 +118,7 @@ def join_gradients(
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
     reader.watch_hooks(model)
+    shares_of(replica).watch(model)
     exchange.optimizer = optimizer if settings.sync is not None else None
     undo: list[Callable[[], Any]] = [unsync]
     if settings.sync is not None:
@@ -184,7 +186,7 @@ def prepare_loader(replica: Replica, loader: Any) -> Any:
     else:
         fingerprint.check(replica, "prepare", fingerprint.of_loader(loader, "the loader"))
     shares = _shares(loader, replica, partial(_average_loaderless, replica))
-    return _on_device(NestedLoader(shares, replica), replica)
+    return _on_device(NestedLoader(shares, replica), replica, nested=True)
 
 
 def _be_here(replica: Replica) -> None:
@@ -307,10 +309,12 @@ class NestedLoader(LoaderWrapper):
                 share.set(*before)
 
 
-def _on_device(loader: Any, replica: Replica) -> Any:
-    if loader is None or replica.device.type == "cpu":
-        return loader
-    return DeviceLoader(loader, replica)
+def _on_device(loader: Any, replica: Replica, *, nested: bool = False) -> Any:
+    if loader is None:
+        return None
+    if replica.device.type != "cpu":
+        loader = DeviceLoader(loader, replica)
+    return loader if replica.count == 1 else CarryingLoader(loader, replica, nested=nested)
 
 
 def to_device(tree: Any, device: Any) -> Any:
@@ -346,6 +350,8 @@ def rows_of_share(replica: Replica, batch: Any) -> Any:
     """Return this replica's rows of a global batch; its gradient weighs accordingly."""
     mine, examples, total = own_rows(batch, replica.count, replica.index)
     replica.share.set(examples, total)
+    if replica.count > 1:
+        shares_of(replica).fetched(mine, ROWS)
     replica.loop.cuts += 1
     cuts = replica.loop.cuts
     if replica.count > 1 and cuts & (cuts - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
@@ -371,6 +377,8 @@ def _refuse_unlike(replica: Replica, batch: Any) -> None:
 def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor | None) -> float:
     """The mean over all rows of the batch in hand, of means over shares. Collective."""
     reader, share = reader_of(replica), replica.share
+    if isinstance(value, Tensor) and value.grad_fn is not None and replica.count > 1:
+        shares_of(replica).find([value])
     weight, summed = float(share.weight), False
     if count is not None:
         weight = float(count) if weight else 0.0
@@ -383,9 +391,8 @@ def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor
     if any(each for _, _, each in everybody):
         mean = float(sum(v for w, v, _ in everybody if w))
     else:
-        count = sum(
-            w for w, _, _ in everybody
-        )  # 0: all targets are ignored, and one device has NaN
+        # 0: all targets are ignored, and one device has NaN
+        count = sum(w for w, _, _ in everybody)
         mean = float(sum(w * v for w, v, _ in everybody if w) / count) if count else nan
     if isinstance(value, Tensor) and value.requires_grad:  # a loss that is trained on
         METER.loss += mean

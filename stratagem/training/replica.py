@@ -62,6 +62,8 @@ class LoopState:
     )
     #: with elastic=True: how far the call has come (`elastic.py`)
     journal: Any = None
+    #: the batches that it has in hand (`batch_shares.py`)
+    batches: Any = None
     #: how often the code has combined something with the other replicas
     combined: int = 0
     #: how many batches it has cut by `strategy.rows`
@@ -75,7 +77,7 @@ class LoopState:
 
     def begin(self) -> None:
         """Begin a call of `strategy.run`: nothing is prepared."""
-        self.reader, self.keepers, self.borrowed = None, [], {}
+        self.reader, self.batches, self.keepers, self.borrowed = None, None, [], {}
         self.warned.discard("apart")
 
 
