@@ -29,6 +29,7 @@ from stratagem.training.devices import explain_out_of_memory
 from stratagem.training.elastic import Again
 from stratagem.training.setup import refuse_frequencies, refuse_renormed
 from stratagem.training.sync_batchnorm import check_statistics
+from stratagem.training.wrapped import refuse_wrapped
 
 #: `busy` is set while this thread runs a model, so that further calls come from callbacks
 _training = threading.local()
@@ -145,6 +146,7 @@ def fit(job: Fit) -> None:
 
 def check_fit(job: Fit, strategy: Strategy) -> None:
     """Raise if the strategy cannot give the result of one device for this job."""
+    refuse_wrapped(job.module, job.optimizer)
     hooks.refuse_on_parameters(strategy, job.module)
     hooks.refuse_on_optimizer(strategy, job.optimizer)
     size = strategy.replica_group.size

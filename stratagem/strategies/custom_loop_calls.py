@@ -26,6 +26,7 @@ from stratagem.training.prepare import (
 )
 from stratagem.training.replica import Replica, current_call
 from stratagem.training.settings import Settings
+from stratagem.training.wrapped import refuse_wrapped
 
 #: a folder of checkpoints, or a plan for them
 Resume = str | os.PathLike[str] | Checkpoints | None
@@ -84,6 +85,7 @@ class CustomLoopCalls(ABC):
         and goes on from the last of them. It is then `for epoch in loader.epochs(10):`.
         """
         _check_loop(self.settings, resume)
+        refuse_wrapped(model, optimizer, loader)
         replica = self.replica()
         elastic = self.settings.elastic and not dry_run.wanted()
         dry_run.deal(self.num_replicas_in_sync)

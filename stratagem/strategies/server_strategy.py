@@ -17,6 +17,7 @@ from stratagem.strategies.strategy import Strategy, TaskGroup, replica_group_ins
 from stratagem.training import dry_run
 from stratagem.training.replica import called_replica
 from stratagem.training.settings import Settings
+from stratagem.training.wrapped import refuse_wrapped
 
 
 class ServerStrategy(Strategy):
@@ -71,6 +72,7 @@ class ServerStrategy(Strategy):
             return super().prepare(
                 model, optimizer, loader, loss_reduction=loss_reduction, resume=resume
             )
+        refuse_wrapped(model, optimizer, loader)
         if resume is not None:
             raise UsageError(
                 "with parameter servers workers do not meet between two batches, so a custom loop "
