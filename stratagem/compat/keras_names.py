@@ -65,6 +65,12 @@ PRIVATE = {
     "Optimizer._overwrite_model_variables_with_average_value": "averages where no gradient came",
 }
 
+#: as PRIVATE, for names that only some versions have: they are asked for
+SOMETIMES = {
+    "Model._initialize_ddp": "Keras' own data parallelism, since 3.16",
+    "ArrayDataAdapter._epoch": "the seed of the order of rows, since 3.16",
+}
+
 Tracker: Any = tracking.Tracker
 #: Keras' own list, dict and set types, which track the variables added to them
 COLLECTIONS = tuple(kind for name, kind in vars(tracking).items() if name.startswith("Tracked"))

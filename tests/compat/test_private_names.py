@@ -39,6 +39,7 @@ OF_OTHERS = {"_fields", "_replace", "_exit", "_actions", "_stratagem", "_stratag
 
 def listed() -> set[str]:
     names = {name.rpartition(".")[2] for table in TABLES.values() for name in table.PRIVATE}
+    names |= {name.rpartition(".")[2] for name in keras_names.SOMETIMES}
     return names | keras_names.BOOKKEEPING  # of which it does not matter whether they are there
 
 

@@ -51,6 +51,7 @@ class KerasAdapter:
         self.replica: Replica = part.replica
         self.optimizers = optimizers(model)
         self.captured = CapturedStep(model)
+        model.__dict__.setdefault("_stratagem", None)  # Keras leaves copies alone, too: scope.py
         #: by step that the user has written: which metrics its logs are
         self.sources = {
             step: Sources(model) for step in ("train_step", "test_step") if has_own(model, step)

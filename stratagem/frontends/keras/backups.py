@@ -203,6 +203,8 @@ class Backup:
         # with steps_per_epoch one pass over the data may be many epochs
         many = self._iterator.steps_per_epoch is not None
         positions = None
+        if told is not None and not many and hasattr(self._iterator.data_adapter, "_epoch"):
+            self._iterator.data_adapter._epoch = told["epochs"]  # Keras 3.16 orders rows by it
         if told is not None and (told["seen"] or many):
             positions = self._replayed(plain, told, told["epochs"] if many else 0)
         elif self._begun is None or not many:

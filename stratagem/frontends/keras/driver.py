@@ -25,7 +25,6 @@ from typing import Any, Protocol
 import keras
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from stratagem.data.loader import check_sampler
@@ -48,6 +47,7 @@ from stratagem.frontends.keras.dry_run_fit import rehearse
 from stratagem.frontends.keras.image_layout import all_keras
 from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
+from stratagem.frontends.keras.refusals import refuse_model
 from stratagem.frontends.keras.row_check import check_step
 from stratagem.frontends.row_trials import CheckSchedule
 from stratagem.state.keras_stepper import fuse
@@ -249,7 +249,7 @@ class Driver:
                 call.quietly(self.model),
             ):
                 return call.run()
-        _refuse(self.model)
+        refuse_model(self.model)
         if call.trains:
             refuse_on_parameters(self.strategy, self.model)
         return self.side.start(call)
@@ -365,21 +365,6 @@ class Driver:
 
     def _listening(self) -> bool:
         return self.leading and not self.in_step and self.side.is_open
-
-
-def _refuse(model: Any) -> None:
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise NotDistributable(
-            "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "
-            "plan), which Keras' variables do not follow: it would train wrongly. Leave that "
-            "out; the strategy distributes the model."
-        )
-    for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False):
-            raise NotDistributable(
-                f"layer {layer.name!r} is stateful: it keeps a state for each row of the "
-                "batch, and replicas see other rows; use stateful=False, or one replica."
-            )
 
 
 def _rows_of(data: Any) -> int:

@@ -17,6 +17,7 @@ Outside of a `quiet_loop` each of them is Keras' own.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from stratagem.compat.keras_names import array_adapter
+from stratagem.data.streams import RngStates, generator_states, set_beside_torch
 from stratagem.frontends.keras.callback_needs import overrides
 
 #: batches that are sliced at once, and bytes of them
@@ -131,8 +133,33 @@ def _in_order(loader: Any) -> bool:
     """Whether a loader draws its whole order with the first batch: then slicing ahead draws no
     random number too early."""
     batches = loader.batch_sampler
-    kinds = (RandomSampler, SequentialSampler)
-    return type(batches) is BatchSampler and type(batches.sampler) in kinds
+    if type(batches) is BatchSampler:
+        return type(batches.sampler) in (RandomSampler, SequentialSampler, range)
+    return _draws_apart(type(batches).__iter__.__code__, batches)
+
+
+#: by the code of a sampler's `__iter__`: whether it leaves the global generators alone
+_apart: dict[Any, bool] = {}
+
+
+def _draws_apart(code: Any, sampler: Any) -> bool:
+    """Try once, on a copy, whether a sampler that we do not know draws from no global generator
+    after its first batch."""
+    if code not in _apart:
+        before = generator_states()
+        try:
+            batches = iter(copy.deepcopy(sampler))
+            next(batches, None)
+            first = RngStates.of_caller()
+            for _ in batches:
+                pass
+            _apart[code] = first == RngStates.of_caller()
+        except (TypeError, RuntimeError):  # it cannot be copied
+            _apart[code] = False
+        finally:
+            torch.set_rng_state(before["torch"])
+            set_beside_torch(before)
+    return _apart[code]
 
 
 class SlicedBatches:

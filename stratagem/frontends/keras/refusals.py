@@ -1,4 +1,4 @@
-"""Keras models that a pipeline, or replicas that share one set of weights, refuse."""
+"""What a scope, a pipeline, or replicas that share one set of weights refuse of Keras."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import torch
+from torch.distributed.tensor import DTensor
 
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras.model_graph import functional, layer_graph
@@ -14,6 +15,35 @@ from stratagem.frontends.keras.step_logs import has_own
 from stratagem.training.layer_graph import LayerGraph
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_plan import check_layers
+
+
+def refuse_distribution() -> None:
+    """Raise if Keras has a distribution of its own, which would cut batches a second time."""
+    theirs = keras.distribution.distribution()
+    if theirs is not None:
+        raise NotDistributable(
+            "leave out keras.distribution.set_distribution, or the strategy's scope: Keras' "
+            f"{type(theirs).__name__} is set, and the strategy shares batches itself; both "
+            "together would cut each batch twice. keras.distribution.set_distribution(None) takes "
+            "it back."
+        )
+
+
+def refuse_model(model: Any) -> None:
+    """Raise for a model that no other process can take a share of."""
+    refuse_distribution()
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise NotDistributable(
+            "the model's parameters were sharded by torch (fully_shard, or a tensor-parallel "
+            "plan), which Keras' variables do not follow: it would train wrongly. Leave that "
+            "out; the strategy distributes the model."
+        )
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise NotDistributable(
+                f"layer {layer.name!r} is stateful: it keeps a state for each row of the "
+                "batch, and replicas see other rows; use stateful=False, or one replica."
+            )
 
 
 def whole(pipeline: Pipeline) -> str:

@@ -77,6 +77,7 @@ def follow(keras: Any) -> None:
     """Have every `compile` check for an open scope."""
     check(keras)
     _wrap_compile(keras)
+    _leave_to_us(keras)
 
 
 def check(keras: Any) -> None:
@@ -127,6 +128,26 @@ def _wrap_compile(keras: Any) -> None:
     home.compile = compile
 
 
+def _leave_to_us(keras: Any) -> None:
+    """Keep Keras' own data parallelism (3.16 and newer) from models of a scope and their copies:
+    where the script has made torch's process group, it would reduce gradients and metrics again."""
+    home = next((cls for cls in keras.Model.__mro__ if "_initialize_ddp" in cls.__dict__), None)
+    if home is None or hasattr(home._initialize_ddp, "stratagem"):
+        return
+    wrap, results = home._initialize_ddp, home.get_metrics_result
+
+    def _initialize_ddp(self: Any) -> None:
+        if "_stratagem" not in self.__dict__:
+            wrap(self)
+
+    def get_metrics_result(self: Any) -> Any:
+        ours = "_stratagem" in self.__dict__
+        return super(home, self).get_metrics_result() if ours else results(self)
+
+    _initialize_ddp.stratagem = True  # type: ignore[attr-defined]
+    home._initialize_ddp, home.get_metrics_result = _initialize_ddp, get_metrics_result
+
+
 def _distribute(model: Any, strategy: Strategy) -> None:
     if strategy.settings.tensor is not None:
         raise NotDistributable(
@@ -140,7 +161,9 @@ def _distribute(model: Any, strategy: Strategy) -> None:
     from stratagem.frontends.keras.on_servers import OnServers
     from stratagem.frontends.keras.on_shards import OnShards
     from stratagem.frontends.keras.on_stages import OnStages
+    from stratagem.frontends.keras.refusals import refuse_distribution
 
+    refuse_distribution()
     if strategy.audience is not None:
         EvaluatorDriver(model, strategy, OnReplicas).lay_over()
     else:

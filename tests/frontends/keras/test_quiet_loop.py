@@ -26,6 +26,8 @@ from stratagem.state.keras_stepper import fuse
 from tests.keras_support import apart, digits, moved, strategy, train
 
 X, Y = digits(100)
+#: from 3.16 on Keras draws the order of rows from a generator of its own
+OWN_DICE = not keras.__version__.startswith(("3.12", "3.13", "3.14", "3.15"))
 LOGITS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -105,7 +107,7 @@ def rates() -> list[Any]:
     [
         (mlp, {"callbacks": rates(), "validation_split": 0.2}, (9, 3)),
         (mlp, {"shuffle": False, "sample_weight": np.linspace(0.1, 2, 100)}, (9, 3)),
-        (mlp, {"shuffle": "batch"}, (9, 0)),
+        (mlp, {"shuffle": "batch"}, (9, 3 if OWN_DICE else 0)),
         (mlp, {"steps_per_epoch": 5, "epochs": 1}, (2, 0)),
         (dropping, {}, (0, 3)),
         (normalised, {"epochs": 2}, (3, 2)),
