@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import traceback
 import zipfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from stratagem.errors import UsageError
@@ -32,13 +35,25 @@ def function(where: str) -> Any:
     file, _, name = where.rpartition(":")
     if not Path(file).is_file():
         raise UsageError(f"--build {where}: there is no file {file!r}; as in --build net.py:build")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, name):
-        raise UsageError(f"--build {where}: {file} has no {name!r}")
+    loader = SourceFileLoader(Path(file).stem, file)
+    module = ModuleType(loader.name)
+    module.__file__ = file
+    with _told(f"--build {where}: {file} cannot be imported"):
+        loader.exec_module(module)
+    if not callable(getattr(module, name, None)):
+        raise UsageError(f"--build {where}: {file} has no function {name!r}")
     return getattr(module, name)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Tell an error of the user's code in a sentence, with its place."""
+    try:
+        yield
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        where = f"{last.filename}, line {last.lineno}"
+        raise UsageError(f"{what}: {type(problem).__name__}: {problem} ({where})") from problem
 
 
 class EnsembleCommand:
@@ -144,6 +159,8 @@ class QuantizeCommand:
 
 
 def _model(file: Path, build: str | None) -> Any:
+    from torch.nn import Module
+
     from stratagem.frontends.ensemble import flags_of
     from stratagem.frontends.ensemble_member import KerasMember, TorchMember
 
@@ -156,4 +173,11 @@ def _model(file: Path, build: str | None) -> Any:
             f"{file} has weights only; name a function that makes the module: --build net.py:build"
         )
     flags = (flags_of(file),) if (file.parent / "args.json").is_file() else ()
-    return TorchMember.load(file, function(build)(*flags))
+    given = "the flags of its trial" if flags else "no argument"
+    make = function(build)
+    with _told(f"--build {build} was called with {given}"):
+        module = make(*flags)
+    if not isinstance(module, Module):
+        raise UsageError(f"--build {build} returns no torch module, but {type(module).__name__}")
+    with _told(f"{file} is of another module than --build {build} makes"):
+        return TorchMember.load(file, module)

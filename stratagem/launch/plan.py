@@ -225,7 +225,8 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
     from stratagem.plan.report import render
 
-    render(plan, Console(), rows=args.rows)
+    # in a pipe nobody sees an edge: no figure is cut
+    render(plan, Console(width=None if sys.stdout.isatty() else 300), rows=args.rows)
     if not args.rows:
         _say("--rows has examples/s and efficiency of every number, --json every configuration")
     each, hosts = plan.hardware.per_host, plan.hardware.hosts

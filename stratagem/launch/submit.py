@@ -104,6 +104,12 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"where to? As in: --on {' or --on '.join(ENGINES)}")
     chosen = engine(name)
     request = chosen.prepare(make_request(script_words(args, "submit --on slurm"), settings))
+    try:
+        request = chosen.check(request)
+    except UsageError as problem:
+        if not args.dry_run:
+            raise
+        print(f"Not checked from here: {problem}", file=sys.stderr)
     job = JobFolder.create(request.name)
     try:
         if args.dry_run:

@@ -207,13 +207,16 @@ class TrialJobs(TrialSlots):
 
     def check(self, command: Sequence[str]) -> None:
         """Refuse a job that cannot be submitted, before the sweep begins."""
-        request = self._engine.prepare(self._request(0, command, Path()))
+        request = self._prepared(0, command, Path())
         hosts = request.settings.get("hosts", ())
         if request.gpus and hosts and self.count * request.workers > len(hosts):
             raise UsageError(
                 "over ssh nobody keeps GPUs apart between jobs, so no two have a host in common: "
                 f"--slots {len(hosts) // request.workers} at most on {len(hosts)} hosts"
             )
+
+    def _prepared(self, number: int, command: Sequence[str], folder: Path) -> JobRequest:
+        return self._engine.check(self._engine.prepare(self._request(number, command, folder)))
 
     def find(self, number: int, folder: Path) -> Slot | None:
         if not (folder / JOB).exists():
@@ -226,7 +229,7 @@ class TrialJobs(TrialSlots):
     def start(
         self, number: int, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> Slot:
-        request = self._engine.prepare(self._request(number, command, log.parent))
+        request = self._prepared(number, command, log.parent)
         job = JobFolder.create(request.name)
         (log.parent / JOB).write_text(str(job.path))
         try:

@@ -324,7 +324,7 @@ def test_the_command(
     for words, sentence in (
         (command, "have weights only"),
         ([*command, "--build", "no.py:build"], "there is no file 'no.py'"),
-        ([*command, "--build", "net.py:made"], "net.py has no 'made'"),
+        ([*command, "--build", "net.py:made"], "net.py has no function 'made'"),
         (["ensemble", "run", "--data", "none.npz"], "none.npz is no file of arrays x and y"),
     ):
         assert cli.main(words) == 2

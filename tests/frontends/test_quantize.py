@@ -361,3 +361,26 @@ def test_the_command(
     assert "w8.pt" in capsys.readouterr().err
     assert cli.main([*words, "--to", "int8-weights", "--out", "w8"]) == 0
     assert (tmp_path / "w8.pt").is_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import nothing_here", "net.py cannot be imported: ModuleNotFoundError"),
+        ("build = 3", "net.py has no function 'build'"),
+        ("def build(flags): pass", "was called with no argument: TypeError"),
+        ("def build(): return {}", "returns no torch module, but dict"),
+        ("def build(): return 1 / 0", "net.py, line 1)"),
+        ("from torch import nn\ndef build(): return nn.Linear(4, 3)", "another module"),
+    ],
+)
+def test_a_wrong_build_is_a_sentence(
+    text: str, said: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", x=np.zeros((4, 3), "float32"), y=np.zeros(4, "int64"))
+    sg.Model(nn.Linear(3, 3)).save("w")
+    (tmp_path / "net.py").write_text(text)
+    words = ["quantize", "w.safetensors", "--calibration", "a.npz", "--build", "net.py:build"]
+    assert cli.main([*words, "--to", "int8-weights"]) == 2
+    assert said in capsys.readouterr().err

@@ -70,7 +70,8 @@ def test_hosts_of_several_devices_are_told(
     words, of = ["plan", "--quick", "--hosts", "8"], ["train.py", "--width", "8"]
     assert cli.main([*words, *of]) == 0
     told = "hosts of 3, as this machine, so 24 replicas at most; --gpus-per-host sets another"
-    assert told in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert told in shown.err and "…" not in shown.out, "a figure is cut in a pipe"
     assert cli.main([*words, "--gpus-per-host", "3", *of]) == 0
     assert "replicas at most" not in capsys.readouterr().err
 

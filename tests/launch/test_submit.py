@@ -58,7 +58,7 @@ def with_program(project: Path, name: str, text: str = "exit 1") -> None:
         ("submit --on ssh --hosts=-oProxyCommand=x train.py", "is no host"),
         ("submit --on ssh --hosts a train.py", "there is no ssh on this machine"),
         ("submit --on slurm", "which script?"),
-        ("submit --on kubernetes train.py", "there is no kubectl on this machine"),
+        ("submit --on kubernetes --image i train.py", "there is no kubectl on this machine"),
         ("submit --on ray train.py", "there is no `ray` on this machine"),
         (
             "submit --on vertex --project p --region r --image i train.py",

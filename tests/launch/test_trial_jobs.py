@@ -42,6 +42,9 @@ class EngineHere:
     def prepare(self, request: JobRequest) -> JobRequest:
         return request
 
+    def check(self, request: JobRequest) -> JobRequest:
+        return request
+
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         return " ".join(request.words)
 

@@ -105,6 +105,27 @@ def test_ssh(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for each in sorted(found) for line in each] == shown
 
 
+@pytest.mark.parametrize(
+    ("engine", "shown", "unchecked"),
+    [
+        ("slurm", "#SBATCH --nodes=2", "no sbatch"),
+        ("ssh --hosts a,b", "(a free port)", "no ssh on this machine"),
+        ("ray", "ray job submit", "no `ray`"),
+        ("kubernetes --image i", '"kind": "Job"', "no kubectl"),
+    ],
+)
+def test_a_dry_run_needs_nothing_of_the_engine(
+    engine: str, shown: str, unchecked: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "--on", *engine.split(), "--workers", "2"]
+    assert main([*words, "--dry-run", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert shown in said.out
+    assert said.err.startswith("Not checked from here: ") and unchecked in said.err
+    assert main([*words, "train.py"]) == 2
+    assert unchecked in capsys.readouterr().err
+
+
 def test_hosts_of_a_file_and_their_gpus(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     far_away(project, gpus=4)
     (project / "project" / "hosts").write_text("# ours\nme@a=10.0.0.1\n\nb  # the old one\n")

@@ -204,7 +204,7 @@ class Backup:
         many = self._iterator.steps_per_epoch is not None
         positions = None
         if told is not None and not many and hasattr(self._iterator.data_adapter, "_epoch"):
-            self._iterator.data_adapter._epoch = told["epochs"]  # Keras 3.16 orders rows by it
+            self._iterator.data_adapter._epoch += told["epochs"]  # Keras 3.16 orders rows by it
         if told is not None and (told["seen"] or many):
             positions = self._replayed(plain, told, told["epochs"] if many else 0)
         elif self._begun is None or not many:

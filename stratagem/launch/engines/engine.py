@@ -19,7 +19,10 @@ class Engine(Protocol):
     """A way to run jobs elsewhere."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
-        """Check the request before anything starts; raise `UsageError` for what is wrong."""
+        """Complete the request without asking any machine; raise `UsageError` for what is wrong."""
+
+    def check(self, request: JobRequest) -> JobRequest:
+        """Ask this machine and those of the job whether it could run; raise `UsageError` if not."""
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         """Return what will be sent, to the byte but for the secret and values of --env."""

@@ -35,11 +35,6 @@ class Kubernetes:
     """Runs jobs with kubectl of this machine."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
-        if shutil.which("kubectl") is None:
-            raise UsageError(
-                "there is no kubectl on this machine: install it "
-                "(https://kubernetes.io/docs/tasks/tools), or submit from a machine that has it"
-            )
         if not request.name[0].isalpha():
             raise UsageError(
                 f"{request.name!r} is no name on Kubernetes, where a letter comes first: as in "
@@ -56,6 +51,14 @@ class Kubernetes:
                 "it, as in --volume models=/models"
             )
         kind_of(request).check(request)
+        return request
+
+    def check(self, request: JobRequest) -> JobRequest:
+        if shutil.which("kubectl") is None:
+            raise UsageError(
+                "there is no kubectl on this machine: install it "
+                "(https://kubernetes.io/docs/tasks/tools), or submit from a machine that has it"
+            )
         return request
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:

@@ -39,6 +39,9 @@ class Ray:
     """The cluster at `--ray-address`, RAY_API_SERVER_ADDRESS, or this machine's."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
+        return request
+
+    def check(self, request: JobRequest) -> JobRequest:
         if shutil.which("ray") is None:
             raise UsageError("there is no `ray` on this machine: pip install 'ray[default]'")
         request.check_script()

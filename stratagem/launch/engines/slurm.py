@@ -32,12 +32,15 @@ class Slurm:
     """Runs jobs with sbatch, squeue and scancel of this machine."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
+        if any("\n" in text for text in (*request.words, request.folder)):
+            raise UsageError("a batch script has no room for arguments with line breaks")
+        return request
+
+    def check(self, request: JobRequest) -> JobRequest:
         if shutil.which("sbatch") is None:
             raise UsageError(
                 "there is no sbatch on this machine: submit from a login node of the cluster"
             )
-        if any("\n" in text for text in (*request.words, request.folder)):
-            raise UsageError("a batch script has no room for arguments with line breaks")
         request.check_script()
         python = shutil.which(request.python)
         if python is None:

@@ -56,35 +56,42 @@ class Ssh:
     """Runs jobs with ssh of this machine, with the user's configuration."""
 
     def prepare(self, request: JobRequest) -> JobRequest:
-        """Ask every host whether its tasks could run there, and for free ports."""
         hosts = [str(host) for host in request.settings.get("hosts", ())]
         if not hosts:
             raise UsageError("which hosts? As in: --hosts node1,node2 (or hosts in stratagem.toml)")
+        tasks = request.tasks()
+        places = [hosts[i % len(hosts)] for i in range(len(tasks))]
+        own = [[t for t, at in zip(tasks, places, strict=True) if at == host] for host in hosts]
+        settings = {
+            **request.settings,
+            "gpus": _dealt(request, own),
+            "places": [_login(host) for host in places],
+            "addresses": [f"{_address(host)}:(a free port)" for host in places],
+        }
+        return replace(request, settings=settings)
+
+    def check(self, request: JobRequest) -> JobRequest:
+        """Ask every host whether its tasks could run there, and for free ports."""
         if shutil.which(_ssh(request)[0]) is None:
             raise UsageError(
                 f"there is no {_ssh(request)[0]} on this machine: install OpenSSH's client, or say "
                 "another with --ssh"
             )
-        tasks = request.tasks()
+        hosts, tasks = [str(host) for host in request.settings["hosts"]], request.tasks()
         places = {task: hosts[i % len(hosts)] for i, task in enumerate(tasks)}
         wanted = {host: [t for t in tasks if places[t] == host] for host in places.values()}
         with ThreadPoolExecutor(min(16, len(wanted))) as pool:
             asked = {h: pool.submit(_probe, request, h, ts) for h, ts in wanted.items()}
             found = {host: answer.result() for host, answer in asked.items()}
-        addresses = {
-            task: f"{_address(host)}:{port}"
+        ports = {
+            task: port
             for host, own in wanted.items()
             for task, port in zip(own, found[host]["ports"], strict=True)
         }
         for host, own in wanted.items():
             _check_gpus(request, _login(host), own, found[host]["gpus"])
-        settings = {
-            **request.settings,
-            "gpus": _dealt(request, list(wanted.values())),
-            "places": [_login(places[task]) for task in tasks],
-            "addresses": [addresses[task] for task in tasks],
-        }
-        return replace(request, settings=settings)
+        addresses = [f"{_address(places[task])}:{ports[task]}" for task in tasks]
+        return replace(request, settings={**request.settings, "addresses": addresses})
 
     def describe(self, request: JobRequest, job: JobFolder) -> str:
         """The commands, each followed by its stdin without the secret and the values of --env."""

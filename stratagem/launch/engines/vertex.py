@@ -84,6 +84,9 @@ class Vertex:
                 "which image? As in: --image us-docker.pkg.dev/my-project/jobs/digits:1, with the "
                 "script and stratagem in it"
             )
+        return request
+
+    def check(self, request: JobRequest) -> JobRequest:
         _message(_custom_job(request, request.name))
         return request
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from tests.frontends.resume_runs import alike
 from tests.keras_support import strategy
 
 ROOT = Path(__file__).parents[3]
+#: from 3.16 on Keras draws the order of rows from a generator of its own
+OWN_DICE = not keras.__version__.startswith(("3.12", "3.13", "3.14", "3.15"))
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -74,8 +77,8 @@ def test_others_go_on_where_it_was(tmp_path: Path) -> None:
 def test_data_that_cannot_be_read_again_alike_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Keras' shuffle="batch" draws before each batch from what dropout draws from."""
-    for kind, told in (("arrays", False), ("batch", True)):
+    """Keras' shuffle="batch" draws before each batch from what dropout draws from, before 3.16."""
+    for kind, told in (("arrays", False), ("batch", not OWN_DICE)):
         with pytest.raises(Ended):
             train(strategy(1), kind, tmp_path / kind, 2, after=STEPS + 5, act=end)
         caplog.clear()
