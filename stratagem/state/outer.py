@@ -1,4 +1,4 @@
-"""The outer optimizer of replicas that synchronise only every few updates."""
+"""The outer optimizer of replicas that synchronise only every few updates, or mix weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from stratagem.codecs.layout import Layout, layout
 from stratagem.codecs.reducer import Reducer
-from stratagem.wire.collective import Pending
+from stratagem.rules.cadence import Gossip
+from stratagem.wire.collective import Collective, Pending
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -151,3 +152,39 @@ def fragmented(
         found[place].append((name, param))
         at += param.numel()
     return [each for each in found if each]
+
+
+# --- Mixing weights with the neighbours (`sync=sg.Gossip()`) --------------------------------------
+
+
+def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
+    """Mix the weights with the neighbours' weights. Collective."""
+    rank, size = collective.rank, collective.size
+    weights = gossip.weights(rank, size, turn)
+    receivers = gossip.receivers(rank, size, turn)
+    senders = [other for other in weights if other != rank]
+    for part in parts:
+        mixed = part.read()
+        received = collective.trade(mixed, receivers, senders)
+        mixed.mul_(weights[rank])
+        for other, values in zip(senders, received, strict=True):
+            mixed.add_(values, alpha=weights[other])
+        part.write(mixed)
+
+
+def take_neighbours(
+    parts: Sequence[OuterPart], collective: Collective, here: Sequence[bool]
+) -> None:
+    """Have each new replica take the weights of the last old one before it. Collective."""
+    source = {
+        rank: max(other for other in range(rank) if here[other])
+        for rank, was_here in enumerate(here)
+        if not was_here
+    }
+    if not source:
+        return
+    receivers = [rank for rank, other in source.items() if other == collective.rank]
+    senders = [source[collective.rank]] if collective.rank in source else []
+    for part in parts:
+        for values in collective.trade(part.read(), receivers, senders):
+            part.write(values)

@@ -28,7 +28,7 @@ from stratagem.codecs.wire_choice import reducer as reducer_for
 from stratagem.errors import UsageError
 from stratagem.rules.cadence import Cadence, DiLoCo, Gossip, LocalSteps, Outer, Sync
 from stratagem.state.optimizer_state import optimizer_state, take_optimizer_state
-from stratagem.state.outer import OuterFragment, OuterPart, fragmented
+from stratagem.state.outer import OuterFragment, OuterPart, fragmented, mix, take_neighbours
 from stratagem.training.broken_round import (
     BrokenRound,
     OwnState,
@@ -41,7 +41,6 @@ from stratagem.training.broken_round import (
 from stratagem.training.custom_loop import LossReader
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import Replica
-from stratagem.wire.collective import Collective
 from stratagem.wire.tree import broadcast_tree, gather_tree
 
 #: the outer optimizer that takes the mean
@@ -70,6 +69,8 @@ class LocalUpdates(GradientExchange):
         #: returns losses and metrics that the other replicas have not received
         self.untold: Callable[[], Any] = lambda: None
         self.begun = False
+        #: which parameters the last rows of this replica used
+        self._used = torch.ones_like(self.buckets.used)
         #: how much of its own weights a fragment keeps when the mean comes back
         self._mix = every.mix if isinstance(every, DiLoCo) else 0.0
         #: whether an update was made for which `sync` is still to come; and the state before it
@@ -124,9 +125,19 @@ class LocalUpdates(GradientExchange):
                 gradients = bucket.flat[: self.buckets.length(bucket)]
                 gradients.zero_() if scale == 0.0 else gradients.mul_(scale)
             self.buckets.notes.mul_(share.total / max(share.examples, 1))
-        if not share.examples:
-            self.buckets.used.fill_(1.0)  # other replicas have rows, and momentum moves here, too
+        self._agree_on_used()
         return self.finished_with()
+
+    def _agree_on_used(self) -> None:
+        """Mark what rows of other replicas use: momentum and weight decay move it here, too."""
+        used = self.buckets.used
+        if getattr(self.every, "every", 0) == 1:  # the result of one device
+            used.copy_(self.replica.collective.collect(used.to(torch.uint8)).amax(0))
+        elif self.replica.share.examples or any(self._fired):
+            self._used = used.clone()
+        else:  # no rows here: as in the last update with rows
+            trained = [p.requires_grad for p in self.buckets.params]
+            used.copy_(self._used * torch.tensor(trained, device=used.device))
 
     def _divide(self, total: Tensor) -> None:
         """Divide the gradients; a share without a counted target adds nothing."""
@@ -361,39 +372,3 @@ def _joined(fragments: Sequence[Mapping[str, Any]], number: int) -> dict[str, An
         for name, by_parameter in state.get("kept", {}).items():
             kept.setdefault(name, {}).update(by_parameter)
     return {**fragments[number], "kept": kept} if kept else {}
-
-
-# --- Mixing weights with the neighbours (`sync=sg.Gossip()`) --------------------------------------
-
-
-def mix(parts: Sequence[OuterPart], collective: Collective, gossip: Gossip, turn: int) -> None:
-    """Mix the weights with the neighbours' weights. Collective."""
-    rank, size = collective.rank, collective.size
-    weights = gossip.weights(rank, size, turn)
-    receivers = gossip.receivers(rank, size, turn)
-    senders = [other for other in weights if other != rank]
-    for part in parts:
-        mixed = part.read()
-        received = collective.trade(mixed, receivers, senders)
-        mixed.mul_(weights[rank])
-        for other, values in zip(senders, received, strict=True):
-            mixed.add_(values, alpha=weights[other])
-        part.write(mixed)
-
-
-def take_neighbours(
-    parts: Sequence[OuterPart], collective: Collective, here: Sequence[bool]
-) -> None:
-    """Have each new replica take the weights of the last old one before it. Collective."""
-    source = {
-        rank: max(other for other in range(rank) if here[other])
-        for rank, was_here in enumerate(here)
-        if not was_here
-    }
-    if not source:
-        return
-    receivers = [rank for rank, other in source.items() if other == collective.rank]
-    senders = [source[collective.rank]] if collective.rank in source else []
-    for part in parts:
-        for values in collective.trade(part.read(), receivers, senders):
-            part.write(values)

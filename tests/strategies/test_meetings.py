@@ -592,3 +592,52 @@ def test_a_layer_may_be_frozen_between_two_epochs() -> None:
         again, _ = fitted(made, epochs=3, callbacks=[Freeze()])
     assert far(again.module, other) == 0.0
     assert moved(mlp().double(), other)
+
+
+class Spare(nn.Sequential):
+    """With a layer that no row uses."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.add_module("spare", nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](self[0](x)))  # type: ignore[no-any-return]
+
+
+def _decaying(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def _freezing(prepare: Any) -> nn.Module:
+    """A loop whose first layer is frozen after an epoch; the last batch has one row."""
+    module: Any = Spare().double()
+    x, y = data(17)
+    loader: Any = DataLoader(TensorDataset(x.double(), y), batch_size=8)
+    model, optimizer, loader = prepare(module, _decaying(module.parameters()), loader)
+    for epoch in range(3):
+        module[0].requires_grad_(epoch == 0)
+        for a, b in loader:
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return module
+
+
+@pytest.mark.parametrize(("op", "count"), [("shared_memory", 2), ("ring", 3)])
+def test_a_meeting_after_every_update_leaves_frozen_layers(op: str, count: int) -> None:
+    """One device's result in loops and `fit`, though a share of the last batch is empty."""
+    alone = _freezing(lambda *given: given)
+    x, y = data(17)
+    by_fit = by_hand(Spare().double(), _decaying, F.cross_entropy, x.double(), y, batch=8)
+    with strategy(count, cross_device_ops=op, sync=sg.LocalSteps(1)) as made:
+        first, *_ = made.run(lambda: _freezing(made.prepare).state_dict())
+        with made.scope():
+            model = sg.Model(Spare().double())
+            model.compile(_decaying, "cross_entropy")
+        model.fit(x.double(), y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert max(float((v - first[k]).abs().max()) for k, v in alone.state_dict().items()) < 1e-12
+    assert far(model.module, by_fit) < 1e-12
+    assert moved(Spare().double(), alone)
+    assert torch.equal(model.module.spare.weight, Spare().spare.weight.double())

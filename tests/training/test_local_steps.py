@@ -69,11 +69,18 @@ def weights(module: nn.Module) -> Tensor:
 class Training:
     """One replica."""
 
-    def __init__(self, circle: Circle, sync: Any, make: Any = sgd, **options: Any) -> None:
+    def __init__(
+        self,
+        circle: Circle,
+        sync: Any,
+        make: Any = sgd,
+        module: nn.Module | None = None,
+        **options: Any,
+    ) -> None:
         self.replica = Replica(
             circle.rank, circle.size, torch.device("cpu"), "one", circle, Membership.alone()
         )
-        self.module = model()
+        self.module = model() if module is None else module
         self.optimizer = make(self.module)
         given = (list(self.module.named_parameters()), self.replica, Plain(circle))
         self.committer: GradientExchange = (
@@ -129,6 +136,49 @@ def test_a_meeting_after_every_update_of_sgd_is_one_device(batches: Shares) -> N
     expected = one_device(batches)
     for sync in (None, sg.LocalSteps(1), sg.DiLoCo(1, outer=MEAN)):
         for found in trained(batches, sync):
+            assert float((found - expected).abs().max()) < 1e-12
+
+
+class Sparing(nn.Module):
+    """One layer is used by some rows only, and one by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = model()
+        self.some, self.unused = model(), model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        some = x[:, 0] > 0.5
+        return y.index_add(0, some.nonzero()[:, 0], self.some(x[some])) if some.any() else y
+
+
+def _trained_sparing(batches: Shares, sync: Any, circle: Circle | None = None) -> Tensor:
+    """Train on a replica, or on one device; the first layer is frozen after the first update."""
+    training = Training(circle, sync, module=Sparing()) if circle is not None else None
+    module: Any = training.module if training is not None else Sparing()
+    optimizer = sgd(module)
+    for number, mine in enumerate(batches):
+        if training is not None:
+            training.step(number, mine)
+            training.committer.sync()
+        else:
+            x, y = batch(number, sum(mine))
+            ((module(x) - y).square().sum() / len(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        module.net[0].requires_grad_(False)
+    return weights(module)
+
+
+@few
+@given(shares())
+def test_layers_that_some_rows_use_or_none(batches: Shares) -> None:
+    """Momentum and weight decay move a layer everywhere if a row uses it, and else nowhere."""
+    expected = _trained_sparing(batches, None)
+    for sync in (sg.LocalSteps(1), sg.DiLoCo(1, outer=MEAN)):
+        play = partial(_trained_sparing, batches, sync)
+        for found in together(len(batches[0]), play):
             assert float((found - expected).abs().max()) < 1e-12
 
 
