@@ -70,7 +70,7 @@ class LocalUpdates(GradientExchange):
         self.untold: Callable[[], Any] = lambda: None
         self.begun = False
         #: which parameters the last rows of this replica used
-        self._used = torch.ones_like(self.buckets.used)
+        self.used = torch.ones_like(self.buckets.used)
         #: how much of its own weights a fragment keeps when the mean comes back
         self._mix = every.mix if isinstance(every, DiLoCo) else 0.0
         #: whether an update was made for which `sync` is still to come; and the state before it
@@ -125,19 +125,8 @@ class LocalUpdates(GradientExchange):
                 gradients = bucket.flat[: self.buckets.length(bucket)]
                 gradients.zero_() if scale == 0.0 else gradients.mul_(scale)
             self.buckets.notes.mul_(share.total / max(share.examples, 1))
-        self._agree_on_used()
+        _agree_on_used(self)
         return self.finished_with()
-
-    def _agree_on_used(self) -> None:
-        """Mark what rows of other replicas use: momentum and weight decay move it here, too."""
-        used = self.buckets.used
-        if getattr(self.every, "every", 0) == 1:  # the result of one device
-            used.copy_(self.replica.collective.collect(used.to(torch.uint8)).amax(0))
-        elif self.replica.share.examples or any(self._fired):
-            self._used = used.clone()
-        else:  # no rows here: as in the last update with rows
-            trained = [p.requires_grad for p in self.buckets.params]
-            used.copy_(self._used * torch.tensor(trained, device=used.device))
 
     def _divide(self, total: Tensor) -> None:
         """Divide the gradients; a share without a counted target adds nothing."""
@@ -348,6 +337,18 @@ def _begin_round(committer: LocalUpdates) -> None:
     for fragment in committer.fragments:
         fragment.begin()
     committer.begun = True
+
+
+def _agree_on_used(committer: LocalUpdates) -> None:
+    """Mark what rows of other replicas use: momentum and weight decay move it here, too."""
+    replica, used = committer.replica, committer.buckets.used
+    if getattr(committer.every, "every", 0) == 1:  # the result of one device
+        used.copy_(replica.collective.collect(used.to(torch.uint8)).amax(0))
+    elif replica.share.examples or any(committer._fired):
+        committer.used = used.clone()
+    else:  # no rows here: as in the last update with rows
+        trained = [p.requires_grad for p in committer.buckets.params]
+        used.copy_(committer.used * torch.tensor(trained, device=used.device))
 
 
 def _agree(committer: LocalUpdates) -> None:
