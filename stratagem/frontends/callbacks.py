@@ -294,7 +294,11 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 
 class ReduceLROnPlateau(Callback):
-    """Multiply the learning rate by `factor` when the monitored number stops improving."""
+    """Multiply the learning rate by `factor` when the monitored number stops improving.
+
+    A change of at most `min_delta` is no improvement; `cooldown` epochs after a change of the rate
+    are counted as Keras counts them.
+    """
 
     def __init__(
         self,
@@ -304,24 +308,29 @@ class ReduceLROnPlateau(Callback):
         patience: int = 10,
         mode: str = "auto",
         min_lr: float = 0.0,
+        min_delta: float = 0.0,
+        cooldown: int = 0,
     ) -> None:
-        self._monitor, self._mode = monitor, mode
+        self._monitor, self._mode, self._min_delta = monitor, mode, min_delta
         self.factor, self.patience, self.min_lr = factor, patience, min_lr
+        self.cooldown = cooldown
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
-        self.best = _Best(self._monitor, self._mode)
+        self.best = _Best(self._monitor, self._mode, self._min_delta)
         self.best.begin(self.model)
-        self.wait = 0
+        self.wait = self.resting = 0
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         if _not_validated(self, self._monitor, epoch):
             return
-        if self.best.improved(logs or {}):
+        if self.resting:
+            self.resting, self.wait = self.resting - 1, 0
+        if self.best.improved(logs or {}) or self.resting:
             self.wait = 0
             return
         self.wait += 1
         if self.wait >= self.patience:
-            self.wait = 0
+            self.wait, self.resting = 0, self.cooldown
             for group in self.model.optimizer.param_groups:
                 group["lr"] = max(float(group["lr"]) * self.factor, self.min_lr)
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from stratagem.compat.torch_names import norms as norms_of
 from stratagem.data.loader import is_stream
 from stratagem.errors import UsageError
+from stratagem.state.optimizer_state import params_of
 from stratagem.training.replica import Replica, current_replica
 from stratagem.wire.collective import Collective
 from stratagem.wire.tree import gather_tree
@@ -89,8 +90,21 @@ def _alike(mine: Any, theirs: Any) -> bool:
     return torch.allclose(mine, theirs, rtol=1e-2, atol=1e-5 * float(mine.abs().mean()))
 
 
-def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse to continue if replicas have different weights or settings. Collective."""
+_DECIDE = (
+    "What a loop decides by its loss (a schedule, an early stop, a step that is left out) has to be "
+    "decided alike by all: strategy.mean(loss) is the loss of the whole batch."
+)
+_ONE_OPTIMIZER = (
+    "With sync= weights meet at the step of the prepared optimizer, which does not "
+    "have them: give one optimizer all that is trained, in groups of parameters, and prepare that; or leave sync out."
+)
+
+
+def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer, meets: bool) -> None:
+    """Refuse to continue if replicas have different weights or settings. Collective.
+
+    `meets`: whether weights meet, and gradients do not.
+    """
     trained = {
         name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
     }
@@ -105,17 +119,16 @@ def check_trained(replica: Replica, model: nn.Module, optimizer: Optimizer) -> N
             for (what, value), (_, other) in zip(ours, theirs, strict=True)
             if value != other
         ]
-        found += [
-            f"parameter {at!r} has other values"
-            for at, a, b in zip(trained, norms, their_norms, strict=True)
-            if not _about(a, b)
-        ]
+        rows = zip(trained, norms, their_norms, strict=True)
+        apart = [at for at, a, b in rows if not _about(a, b)]
+        found += [f"parameter {at!r} has other values" for at in apart]
         if found:
             more = f", and {len(found) - 2} more" if len(found) > 2 else ""
+            own = set(params_of(optimizer))
+            left = meets and bool(apart) and own.isdisjoint(trained[at] for at in apart)
             raise UsageError(
-                f"{name} has come apart from {first}: {'; '.join(found[:2])}{more}. What a loop "
-                "decides by its loss (a schedule, an early stop, a step that is left out) has to "
-                "be decided alike by all: strategy.mean(loss) is the loss of the whole batch."
+                f"{name} has come apart from {first}: {'; '.join(found[:2])}{more}. "
+                f"{_ONE_OPTIMIZER if left else _DECIDE}"
             )
 
 

@@ -203,7 +203,7 @@ class LedLoop(LoopProcess):
                 "know of; use fused=False, or call scaler.unscale_(optimizer) before."
             )
         self._refuse_failed()
-        self._watch.check_step_hooks(1)
+        self._watch.check_step(1)
         if not self._splits:
             return  # nothing is divided yet
         self.take_back()

@@ -36,6 +36,7 @@ from stratagem.state.change_tracker import (
     state_of,
     version_of,
 )
+from stratagem.state.optimizer_state import params_of
 from stratagem.state.shared_model import SharedTensors, shared_views
 from stratagem.training.replica import CommandLoop, Replica
 from stratagem.wire.shared_memory import sharing
@@ -115,11 +116,6 @@ class LoopProcess(ABC):
         )
 
     def _follow_step(self, groups: list[dict[str, Any]], there: list[bool]) -> None:
-        if len(groups) != len(self._optimizer.param_groups):
-            raise NotDistributable(
-                "the optimizer has got another group of parameters behind prepare, which the other "
-                "processes do not know; add groups before prepare."
-            )
         for group, told in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(told)
         self._before_update(there)
@@ -173,6 +169,7 @@ class LoopWatch:
             raise _hooked("the optimizer", "do what it does in the loop, around step()")
         self._check_hooks()
         self._layout = layout(model, aliases=True)
+        self._stepped = params_of(optimizer)
         self.mark()
         self.mark_state()
 
@@ -205,8 +202,14 @@ class LoopWatch:
             if any(_hooks(param, TENSOR_HOOKS)):
                 raise _hooked(f"the parameter {name!r}", "change p.grad behind backward")
 
-    def check_step_hooks(self, ours: int) -> None:
-        """Refuse step hooks beyond the first `ours`, which are stratagem's own."""
+    def check_step(self, ours: int) -> None:
+        """Refuse other groups, and step hooks beyond the first `ours`, stratagem's own."""
+        if list(map(id, params_of(self._optimizer))) != list(map(id, self._stepped)):
+            raise NotDistributable(
+                "the optimizer's groups have got other parameters behind prepare, which the other "
+                "processes do not know; add them before prepare: until requires_grad_(True) they "
+                "have no gradient and stay as they are."
+            )
         if len(list(_hooks(self._optimizer, OPTIMIZER_HOOKS[:1]))) > ours:
             raise _hooked("the optimizer", "do what it does in the loop, before step()")
 
@@ -238,7 +241,7 @@ class LoopWatch:
 
         Shared tensors may be written into; scalars (Adam's step) are not shared, so writes count.
         """
-        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        params = params_of(self._optimizer)
         written = [
             version_of(value)
             for param in params

@@ -89,7 +89,7 @@ def prepare(
         setup.average_buffers(model, replica)
         _average_loaderless(replica)
         hints.warn_unsummed(replica)
-        fingerprint.check_trained(replica, model, optimizer)
+        fingerprint.check_trained(replica, model, optimizer, settings.sync is not None)
         replica.share.forget(replica.count)
 
     shares = _shares(loader, replica, at_end)

@@ -420,6 +420,29 @@ def test_workers_with_other_options_are_refused(two: Cluster, option: str, words
         assert f"same {option.partition('=')[0]}." in last
 
 
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ("sg.ShardedStrategy()", "divide parameters in the same way"),
+        ("sg.MultiWorkerMirroredStrategy(elastic=True)", "let replicas leave in the same way"),
+    ],
+)
+@pytest.mark.parametrize("chief", [0, 1])
+def test_workers_with_other_strategies_are_refused(
+    two: Cluster, other: str, words: str, chief: int
+) -> None:
+    everybody = two.all(
+        f"""
+        try:
+            {other} if me == {chief} else sg.MultiWorkerMirroredStrategy()
+        except sg.ClusterError as error:
+            print("refused", error)
+        """
+    )
+    end_well(everybody)
+    assert all(words in each.out for each in everybody)
+
+
 def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
     option = "sg.MultiWorkerMirroredStrategy(wire={})"
     end_well(two.all([option.format("None"), option.format("'float32'")]))
