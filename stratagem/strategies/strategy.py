@@ -233,6 +233,10 @@ class Strategy(CustomLoopCalls):
         gathered: list[Tensor] = self.replica_group.call(_gather_here, (tensors,))[0]
         return gathered
 
+    def barrier(self) -> None:
+        """Wait, inside a replica, until all are here: what one of them wrote can then be read."""
+        self.replica().barrier()
+
     def close(self) -> None:
         """End the replicas that this strategy started; it can be used again afterwards."""
         hints.warn_unsummed(current_replica())

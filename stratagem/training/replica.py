@@ -78,6 +78,7 @@ class LoopState:
     def begin(self) -> None:
         """Begin a call of `strategy.run`: nothing is prepared."""
         self.reader, self.batches, self.keepers, self.borrowed = None, None, [], {}
+        self.cuts = 0
         self.warned.discard("apart")
 
 

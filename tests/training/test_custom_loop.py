@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -298,14 +299,29 @@ def test_rows_of_batches_that_replicas_shuffle_each_in_their_own_way(
 ) -> None:
     x, y = data(12)
 
-    def train() -> None:
+    def train(*, alike: bool) -> None:
         model = mlp()
         two.prepare(model, sgd(model))
-        order = torch.randperm(len(x))
-        two.rows((x[order], y[order]))
+        for _ in range(3):
+            order = torch.arange(12) if alike else torch.randperm(12)
+            two.rows((x[order], y[order]))
 
+    two.run(lambda: train(alike=True))  # a call of its own: the next one looks again
     with pytest.raises(sg.UsageError, match=r"another batch here than on replica \d"):
-        two.run(train)
+        two.run(lambda: train(alike=False))
+
+
+def test_all_read_what_the_chief_has_written(two: sg.MirroredStrategy, tmp_path: Path) -> None:
+    path = tmp_path / "vocabulary.pt"
+
+    def train() -> int:
+        if two.is_chief:
+            time.sleep(0.2)
+            torch.save(torch.arange(7), path)
+        two.barrier()
+        return len(torch.load(path))
+
+    assert two.run(train) == [7, 7]
 
 
 # --- random numbers -----------------------------------------------------------------------------
