@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -23,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.state.change_tracker import digest
 from stratagem.training.batch_shares import shares_of
 from stratagem.training.hints import warn_of_hooks, warn_without_loader
+from stratagem.training.loss_forms import LossForms
 from stratagem.training.loss_reading import (
     BY_ROWS,
-    TOLERANCE,
+    REMEDY,
     PushWeights,
     Reading,
     UsualLoss,
@@ -37,18 +36,12 @@ from stratagem.training.loss_reading import (
     zeroed,
     zeros,
 )
-from stratagem.training.loss_terms import Doubt, Term, terms_of
+from stratagem.training.loss_terms import TOLERANCE, Doubt, Term, terms_of
 from stratagem.training.meetings import save_whole_files
 from stratagem.training.replica import Replica, replica_of_loop
 from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")
-
-REMEDY = (
-    "Use a mean over rows (or a loss with a value for each row); or say what this replica divides "
-    "by: strategy.backward(loss, count=n) in place of loss.backward(); or, where the loss is a sum "
-    'or a mean over rows all the same, prepare(..., loss_reduction="sum") or "mean".'
-)
 
 
 class Accumulates(Protocol):
@@ -93,7 +86,9 @@ class LossReader:
         #: the prepared models, until a warning of hooks on their parameters
         self._unhooked: list[weakref.ref[nn.Module]] = []
         self._warned = False
-        self._usual = UsualLoss()
+        self._usual, self._forms = UsualLoss(), LossForms()
+        #: of the latest pass: what replicas compare of its form
+        self._mark = 0.0
 
     @property
     def _weighs_at_servers(self) -> bool:
@@ -167,12 +162,14 @@ class LossReader:
         if self._weighs_at_servers and share.examples == share.total:
             return BY_ROWS  # the whole batch
         borrowed = share.announced and not share.examples
-        plain = self._count is None is self.reduction and share.announced and len(losses) == 1
+        said, self._mark = self._count is not None or self.reduction is not None, 0.0
+        plain = not said and share.announced and len(losses) == 1
         if plain:
             seen = losses[0], share.examples, self.passes
             if (reading := self._usual.reading(*seen)) is not None:
                 return reading
             if (usual := self._usual.term(*seen)) is not None:
+                self._mark = self._usual.mark
                 return self._single(*usual, handles)
         if (count := self._count) is not None:
             constants: list[Tensor] = []
@@ -191,9 +188,11 @@ class LossReader:
             self._agree(names, terms, constants)
         if borrowed:
             return BY_ROWS  # of borrowed rows: they weigh nothing
+        if not said and share.announced:
+            self._mark = self._forms.mark_of(terms, share)
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
             if plain and not constants:
-                self._usual.learn(losses[0], terms[0], share.examples, unit)
+                self._usual.learn(losses[0], terms[0], share.examples, unit, self._mark)
             return self._single(terms[0], unit, handles)
         found, reading = self._factors(terms, names)
         self._apply(found, handles)
@@ -203,7 +202,7 @@ class LossReader:
         """Weigh a loss that is one mean, whose unit all replicas know."""
         weight = only.count / self.share.examples
         self._apply([(only, weight / unit)], handles)
-        return Reading(weight / unit, 0.0, 0.0, weight)
+        return Reading(weight / unit, 0.0, self._mark, weight)
 
     def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
         """Whether a pass reaches a prepared parameter; if not, other replicas may do none."""
@@ -227,21 +226,18 @@ class LossReader:
         return [f"{term.node.name()} {i}" for i, term in enumerate(terms) if term.kind == "mean"]
 
     def _agree(self, names: list[str], terms: list[Term], constants: list[Tensor]) -> None:
-        """At the first pass of all replicas: agree on units, and check that constants are alike."""
+        """At the first pass of all replicas: agree on units, and compare what else was read."""
         rows = self.share.examples
         means = [term for term in terms if term.kind == "mean"]
         mine = [[name, term.full / rows] for name, term in zip(names, means, strict=True) if rows]
-        everybody = self.gather([mine, [digest(each) for each in constants] if rows else None])
+        told = self._count is not None or self.reduction is not None
+        look = self._forms.describe(terms, constants, self.share, said=told) if rows else None
+        everybody = self.gather([mine, look])
         values: dict[str, list[float]] = {}
         for name, value in (pair for units, _ in everybody for pair in units):
             values.setdefault(name, []).append(value)
         self._units = {name: fmean(each) or 1.0 for name, each in values.items()}
-        digests = [each for _, each in everybody if each is not None]
-        if any(a != b for row in zip(*digests, strict=False) for a, b in pairwise(row)):
-            raise NotDistributable(
-                "what the loss sums up or averages over rows is multiplied or divided by a tensor "
-                f"that is another one on each replica: computed from its rows? {REMEDY}"
-            )
+        self._forms.agree([each for _, each in everybody if each is not None])
 
     def _terms(self, losses: Sequence[Tensor], *, doubts: bool) -> tuple[list[Term], list[Tensor]]:
         share = self.share
@@ -267,7 +263,7 @@ class LossReader:
         self, terms: list[Term], names: list[str]
     ) -> tuple[list[tuple[Term, float | Tensor]], Reading]:
         """Return what the gradient of each term is multiplied by."""
-        share, mark = self.share, 0.0
+        share, mark = self.share, self._mark
         found: list[tuple[Term, float | Tensor]] = []
         named = iter(names)
         for term in terms:
@@ -342,8 +338,9 @@ class LossReader:
             refuse_spread(spread)
         if square - mark * mark > TOLERANCE:
             raise NotDistributable(
-                "the loss is a mean over values of which the rows of one replica have more than "
-                "those of another (packed sequences, graphs?). " + REMEDY
+                "the losses of the replicas differ in form (a guard for an empty mask?), in a "
+                "number that multiplies or divides them (a share's own count?), or in how many "
+                "values a row has (packed sequences, graphs?). " + REMEDY
             )
         if self.pushes is not None:
             self.pushes.totals.append(total)

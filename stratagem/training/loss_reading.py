@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.training.loss_terms import Term, read_count
+from stratagem.training.loss_terms import TOLERANCE, Term, read_count
 from stratagem.training.row_axis import only_input
 
 _MEAN = 1  # among torch's reductions
@@ -23,7 +23,8 @@ class Reading(NamedTuple):
     factor: float | Tensor = 1.0
     #: how far apart the factors of several terms are
     spread: float | Tensor = 0.0
-    #: without an agreed unit: a hash of the number of values in a row
+    #: hashes of the loss' form unless it is the one at the first pass, and of the number of values
+    #: in a row unless replicas have agreed on that; replicas must have the same
     mark: float = 0.0
 
     #: the weight of the share's value for each of its rows, where several are averaged
@@ -42,8 +43,13 @@ BY_ROWS = Reading()
 AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0]
 #: how many numbers a reading adds to the gradients
 NOTES = len(AS_ROWS)
-#: how far rounding takes a number from 1 in fp32
-TOLERANCE = 1e-6
+
+
+REMEDY = (
+    "Use a mean over rows (or a loss with a value for each row); or say what this replica divides "
+    "by: strategy.backward(loss, count=n) in place of loss.backward(); or, where the loss is a sum "
+    'or a mean over rows all the same, prepare(..., loss_reduction="sum") or "mean".'
+)
 
 
 class UsualLoss:
@@ -58,15 +64,18 @@ class UsualLoss:
         #: the class of its node; the reading of each pass that leaves no value out
         self._node: type[Any] = type(None)
         self._whole, self._counted = BY_ROWS, False
+        #: of its form
+        self.mark = 0.0
 
-    def learn(self, loss: Tensor, term: Term, rows: int, unit: float) -> None:
+    def learn(self, loss: Tensor, term: Term, rows: int, unit: float, mark: float) -> None:
         """Note the only term of a pass that was read in full."""
         node, name = term.node, term.node.name()
         plain = node is loss.grad_fn and hasattr(node, "_saved_reduction") and not term.picked
         known = plain and not name.startswith("Multi")
         self._known = (name, term.full / rows, unit) if known else None
         self._node = type(node) if known and term.full == unit * rows else type(None)
-        self._whole, self._counted = Reading(weight=unit), term.counted
+        self._whole, self._counted = Reading(mark=mark, weight=unit), term.counted
+        self.mark = mark
 
     def reading(self, loss: Tensor, rows: int, passes: int) -> Reading | None:
         """Return the reading where all values of `rows` rows weigh the same, so that nothing is

@@ -41,6 +41,10 @@ _WHYS = {
 }
 
 
+#: how far rounding takes a number from 1 in fp32
+TOLERANCE = 1e-6
+
+
 class Doubt(Exception):
     """The shares of a loss do not add up to the loss of the batch, or may not."""
 
@@ -79,6 +83,12 @@ class Term:
     divisor: float | None = None
     #: whether the divisor was computed
     computed: bool = False
+    #: whether Python's number by which it is divided was read as a count
+    explained: bool = False
+    #: Python's numbers by which it is multiplied and divided, where the divisor is no count
+    numbers: tuple[float, float] = (1.0, 1.0)
+    #: of a sum with a computed divisor: what is added up, and in what shape
+    values: tuple[Any, Sequence[int]] | None = None
 
 
 class Terms(NamedTuple):
@@ -149,6 +159,8 @@ class _Reader:
     def _add(self, term: Term, scale: Scale) -> None:
         if term.kind != "sum":
             self._constants += scale.counts
+        by = 1.0 if scale.divided is None or term.explained else scale.divided
+        term.numbers = (scale.times, by)
         self._terms.append(term)
 
     def _doubt(self, node: Any, why: str) -> None:
@@ -225,7 +237,7 @@ class _Reader:
             return
         scale = self._within(below, scale)
         if name.startswith("Sum"):
-            self._add(self._sum(at or node, sizes, scale), scale)
+            self._add(self._sum(at or node, sizes, scale, below), scale)
             return
         count = prod(sizes[d] for d in dims)
         picked = self._axis.is_picked(below)
@@ -236,7 +248,7 @@ class _Reader:
         self._refuse_mixed(only_input(node), "free")
         values, at = node._saved_self, at or node
         if node._saved_reduction == 2:
-            return self._sum(at, tuple(values.shape), scale)
+            return self._sum(at, tuple(values.shape), scale, node)
         if name.startswith("NllLoss"):
             full, count = node._saved_target.numel(), read_count(node._saved_total_weight)
             picked = self._axis.is_picked(only_input(node))
@@ -268,7 +280,7 @@ class _Reader:
             return Term(node, "mean", count * scale.computed, full, True, True)
         return Term(node, "mean", count, full, picked, counted)
 
-    def _sum(self, node: Any, sizes: Sequence[int], scale: Scale) -> Term:
+    def _sum(self, node: Any, sizes: Sequence[int], scale: Scale, below: Any) -> Term:
         """Read a sum; one that is divided by the number of its values is a mean."""
         computed = scale.computed
         for factor in scale.factors:
@@ -277,16 +289,16 @@ class _Reader:
             else:  # the scale of a GradScaler
                 self._constants.append(factor)
         if computed is not None:
-            return Term(node, "sum", divisor=computed, computed=True)
+            return Term(node, "sum", divisor=computed, computed=True, values=(below, sizes))
         rows = self.rows if self.rows is not None else (sizes[0] if sizes else 1)
         counts = {prod(sizes[: i + 1]) for i in range(len(sizes))} | {rows}
         if len(sizes) > 2:
             counts.add(prod(sizes) // max(sizes[1], 1))  # classes on axis 1
         by, whole = scale.divided, self.total if self.total != rows else None
         if by is not None and by in counts and by % rows == 0 and by != whole:
-            return Term(node, "mean", by, int(by))
+            return Term(node, "mean", by, int(by), explained=True)
         if by is not None and by != 1.0:
-            return Term(node, "sum", divisor=by)
+            return Term(node, "sum", divisor=by, explained=True)
         if self._hides_count(abs(1 / scale.times) if scale.times else 1.0, counts, rows):
             return Term(node, "sum", divisor=1 / scale.times)
         return Term(node, "sum")
@@ -303,14 +315,15 @@ class _Reader:
         """Settle what a sum is whose divisor is no count of this share's rows."""
         by = term.divisor
         assert by is not None
-        if by in means:
-            # label smoothing with ignored targets: torch divides both sums by their number
-            return replace(means[by], node=term.node)
+        for count, mean in means.items():
+            # label smoothing with ignored targets or class weights: torch divides both sums alike
+            if isclose(by, count, rel_tol=TOLERANCE):
+                return replace(mean, node=term.node, numbers=term.numbers)
         if term.computed:  # the sum of a mask
             if by == 1.0 and float(loss.detach()) == 0.0:
                 why = "the loss of this share is 0 and is divided by 1, which may stand for 0"
                 self._doubt(term.node, f"{why} (`mask.sum().clamp(min=1)`?)")
-            return Term(term.node, "mean", by, picked=True, counted=True)
+            return replace(term, kind="mean", count=by, picked=True, counted=True)
         if not self._doubts:
             return Term(term.node, "unknown")
         raise Doubt(
@@ -327,6 +340,37 @@ class _Reader:
         found = self._axis.found_in(below)
         if found in ("mixed", "single", "ranked", *more):
             raise Doubt(_WHYS[found])
+
+
+def is_own_count(term: Term, total: int) -> bool:
+    """Whether a sum is divided by a count of it: of its values, or of the mask or weights on them.
+
+    `total`: the rows of the whole batch; no share has as many values by chance.
+    """
+    if term.divisor is None or term.values is None:
+        return True
+    node, sizes = term.values
+    whole = prod(sizes)
+    counts: list[float] = [prod(sizes[: i + 1]) for i in range(len(sizes))]
+    counts = [count for count in counts if count != total]
+    for _ in range(8):
+        if node is None:
+            break
+        weights: Any = None
+        if node.name() == "MulBackward0":
+            weights = _other(node)
+        elif node.name() == "WhereBackward0":
+            weights = node._saved_condition
+        elif node.name().startswith("MaskedFillBackward"):
+            weights = ~node._saved_mask
+        elif node.name().startswith("NllLoss"):
+            counts.append(float(node._saved_total_weight))
+            weights = node._saved_target != node._saved_ignore_index
+        if isinstance(weights, Tensor) and weights.dim() and weights.numel():
+            added = float(weights.detach().double().sum())
+            counts += [added, added * whole / weights.numel()]
+        node = only_input(node)
+    return any(isclose(term.divisor, count, rel_tol=1e-4) for count in counts)
 
 
 def _other(node: Any) -> Any:

@@ -210,6 +210,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "ScheduledStep": scheduled_step,
     "Node": lambda: leaf().sum().grad_fn,
     "LossNode": cross_entropy,
+    "WhereNode": lambda: leaf().where(torch.ones(2) > 0, 0.0).grad_fn,
+    "FillNode": lambda: leaf().masked_fill(torch.ones(2) > 0, 0.0).grad_fn,
     "ProductNode": lambda: (leaf() * torch.ones(2)).grad_fn,
     "SumNode": lambda: leaf().view(2, 1).sum(0).grad_fn,
     "IndexNode": lambda: leaf()[torch.tensor([1])].grad_fn,

@@ -1,0 +1,121 @@
+"""A count of a share that hides in a custom loop's loss: one device's result, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import stratagem as sg
+from tests.support import data, distance, mlp, moved
+
+pytestmark = pytest.mark.timeout(60)
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+CLASS_WEIGHTS = torch.tensor([0.3, 0.7, 1.1, 2.3])
+
+
+def train(on: sg.Strategy | None, loss: Loss, batch: int, **options: Any) -> nn.Module:
+    """Train on 21 rows, of which every third does not count; the first two batches divide by 2."""
+    x, y = data(21)
+    model, counts = mlp(), torch.arange(21) % 3 > 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y, counts), batch_size=batch)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader, **options)
+    for a, b, c in loader:
+        loss(model(a), b, c).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def rows_of(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+def guarded(out: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    rare = c & (y == 1)
+    return rows_of(out, y)[rare].mean() if rare.any() else out.sum() * 0
+
+
+def clamped(out: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    rare = c & (y == 1)
+    return (rows_of(out, y) * rare).sum() / max(rare.sum(), 1)
+
+
+HIDDEN: dict[str, Loss] = {
+    "times the rows": lambda o, y, c: F.cross_entropy(o, y) * len(o) / 8,
+    "times a size": lambda o, y, c: F.cross_entropy(o, y) * o.size(0) * 0.125,
+    "times a part": lambda o, y, c: F.cross_entropy(o, y) * (len(o) / 21),
+    "times a tensor": lambda o, y, c: F.cross_entropy(o, y) * torch.tensor(float(len(o))) / 8,
+    "times counted values": lambda o, y, c: rows_of(o, y)[c].mean() * c.sum().item() / 8,
+    "times ignored targets": lambda o, y, c: (
+        F.cross_entropy(o, y.masked_fill(~c, -100)) * c.sum().item() / 8
+    ),
+    "divided by the rows": lambda o, y, c: F.cross_entropy(o, y) / len(o),
+    "a guard": guarded,
+    "a clamped count": clamped,
+    "by a constant": lambda o, y, c: rows_of(o, y).sum() / torch.tensor(64.0),
+    "a masked sum by a constant": lambda o, y, c: (rows_of(o, y) * c).sum() / torch.tensor(64.0),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_count_of_the_share_is_refused(name: str, two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.NotDistributable, match=r"strategy\.backward\(loss, count=n\)"):
+        two.run(train, two, HIDDEN[name], 8)
+
+
+EXACT: dict[str, Loss] = {
+    "smoothed, with class weights": lambda o, y, c: F.cross_entropy(
+        o, y.masked_fill(~c, -100), weight=CLASS_WEIGHTS, label_smoothing=0.1
+    ),
+    "by what is picked": lambda o, y, c: rows_of(o, y)[c].sum() / c.sum(),
+    "by a mask": lambda o, y, c: (rows_of(o, y) * c).sum() / c.sum().clamp(min=1),
+    "filled": lambda o, y, c: rows_of(o, y).masked_fill(~c, 0.0).sum() / c.sum(),
+    "chosen": lambda o, y, c: torch.where(c, rows_of(o, y), 0.0).sum() / c.sum(),
+    "by wide weights": lambda o, y, c: (o.pow(2) * c[:, None]).sum() / (c.sum() * 4),
+    "by the targets that count": lambda o, y, c: (
+        F.cross_entropy(o, y.masked_fill(~c, -100), reduction="sum") / c.sum()
+    ),
+    "with weights of terms": lambda o, y, c: 3 * F.cross_entropy(o, y) + 0.5 * o.abs().mean() / 2,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_count_of_what_is_added_up_is_read(name: str, three: sg.MirroredStrategy) -> None:
+    expected = train(None, EXACT[name], 8)
+    assert moved(expected, mlp())
+    for trained in three.run(train, three, EXACT[name], 8):
+        assert distance(trained, expected) < 1e-6
+
+
+def test_equal_counts_of_what_is_added_up_are_no_constant(two: sg.MirroredStrategy) -> None:
+    """Both shares of the first batch count as many."""
+    every = lambda o, y, c: (rows_of(o, y) * (c | True)).sum() / (c | True).sum()  # noqa: E731
+    expected = train(None, every, 8)
+    for trained in two.run(train, two, every, 8):
+        assert distance(trained, expected) < 1e-6
+
+
+def test_a_mean_times_the_rows_is_a_sum_for_who_says_so(three: sg.MirroredStrategy) -> None:
+    expected = train(None, HIDDEN["times the rows"], 8)
+    said = lambda: train(three, HIDDEN["times the rows"], 8, loss_reduction="sum")  # noqa: E731
+    for trained in three.run(said):
+        assert distance(trained, expected) < 1e-6
+
+
+def test_a_number_that_all_replicas_change_alike_is_no_count(two: sg.MirroredStrategy) -> None:
+    def annealed() -> Loss:
+        step = iter(range(1, 9))
+        return lambda o, y, c: F.cross_entropy(o, y) + next(step) * 0.1 * o.pow(2).mean()
+
+    expected = train(None, annealed(), 8)
+    for trained in two.run(lambda: train(two, annealed(), 8)):
+        assert distance(trained, expected) < 1e-6
