@@ -63,6 +63,7 @@ def prepare_served(
         tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
     if session.over is None:
         session.until_end(optimizer.register_step_pre_hook(tickets.hand_in))
+        session.until_end(optimizer.register_step_post_hook(tickets.give_back))
         session.until_end(optimizer.register_state_dict_pre_hook(tickets.bring_state))
         if first is not None and first.session.optimizer is not optimizer:
             session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
@@ -93,7 +94,8 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
             "into it, in groups if they differ, or freeze them with requires_grad_(False)."
         )
-    if optimizer._optimizer_step_post_hooks:
+    hooks = optimizer._optimizer_step_post_hooks.values()
+    if any(getattr(hook, "__func__", None) is not TicketLoader.give_back for hook in hooks):
         raise NotDistributable(
             "the optimizer has a hook that runs after step(), and with servers the new values "
             "come with the next batch; do what it does at the beginning of the loop's body, or, if "

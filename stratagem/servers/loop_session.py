@@ -107,10 +107,19 @@ class LoopWrites:
     def pushed(self) -> None:
         """Mark the weights after a push; without a barrier newer values may be on their way."""
         self._weights.mark(closely=self._closely and self._session.plan.parts > 1)
+        self._state.gone_on()
 
-    def brought(self, *, values: bool) -> None:
-        """Mark the optimizer's state, and with `values` the weights, as read from the servers."""
-        self._weights.mark(closely=values)
+    def bring(self, *, values: bool, in_pass: bool) -> None:
+        """Read the optimizer's state, and with `values` the weights, unless the loop wrote them."""
+        if values and in_pass:
+            self.check_weights()
+        elif values and self._session.worker.is_chief:
+            self.send()
+        elif values:
+            values = not self._weights.changes()  # the chief's come with the next pass
+        self._session.read_state(values=values)
+        if values:
+            self._weights.mark(closely=True)
         self._state.mark()
 
     def send(self) -> None:
@@ -143,6 +152,6 @@ class LoopWrites:
                 "have gone on meanwhile; change it between two epochs."
             )
 
-    def end(self) -> None:
+    def remove(self) -> None:
         """Give the optimizer a plain state again."""
         self._state.end()

@@ -142,7 +142,7 @@ class Session:
     def _take_states(self, by_variable: Mapping[int, Mapping[str, Any]]) -> None:
         mine, state = self.optimizer.param_groups, self.optimizer.state
         trained = {id(param) for param in self.params}
-        frozen = {p: own for p, own in state.items() if id(p) not in trained}
+        frozen = {p: own for p, own in dict.items(state) if id(p) not in trained}
         self.optimizer.load_state_dict(
             state_dict(by_variable, _groups(self.optimizer, self.params))
         )

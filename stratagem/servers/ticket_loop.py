@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -60,10 +61,13 @@ class TicketLoader:
         self._group: LoopDeviceGroup | None = None
         self._over = session.over is not None
         self._carry = Accumulation(session.params, 1 if self._over else session.plan.parts)
-        self._closed = self._warned = False
+        self._closed = self._warned = self._in_pass = False
         #: an error found when the loop was left, raised at the next opportunity
         self._refusal: NotDistributable | None = None
+        self._gradients: list[Tensor | None] = []
         self._writes = LoopWrites(session)
+        if not self._over:
+            session.until_end(self._writes)
 
     def gather_round(self, group: LoopDeviceGroup) -> None:
         """Have other devices share every ticket."""
@@ -99,6 +103,7 @@ class TicketLoader:
         if worker.is_chief:
             worker.set_settings(self.session.settings())
         self._writes.send()
+        self._in_pass = True
         source = partial(source_of, worker, self.loader, self._indices, self._epoch)
         self._source = source() if worker.is_chief else None
         number = 0
@@ -171,6 +176,7 @@ class TicketLoader:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
         session, worker = self.session, self.session.worker
         self._writes.check_state()
+        self._in_pass = False
         self._tell("pass over")
         if self._group is not None:
             self._group.average()
@@ -196,7 +202,7 @@ class TicketLoader:
                 self._writes.check_state()
             except NotDistributable as refusal:
                 self._refusal = refusal  # raised later: Python would drop it here
-            self._held = self._ahead = None
+            self._held, self._ahead, self._in_pass = None, None, False
             self.session.worker.leave_loop(self._epoch)
             self._writes.mark()
         plan = self.session.plan
@@ -246,6 +252,8 @@ class TicketLoader:
         self._carry.drop()
         session = self.session
         session.collect()
+        if session.plan.parts == 1 and self._group is None:
+            self._gradients = [param.grad for param in session.params]
         if examples or session.plan.parts == 1:
             self._committer.begin(ticket, examples)
             self._committer.commit([0.0, weight])
@@ -255,6 +263,12 @@ class TicketLoader:
         if session.in_step:
             self._fetch(ticket)
         self._writes.pushed()
+
+    def give_back(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step: let the loop read its gradients, where they are those of whole batches."""
+        gradients, self._gradients = self._gradients, []
+        for param, gradient in zip(self.session.params, gradients, strict=False):
+            param.grad = gradient
 
     def _weight_of_row(self) -> float:
         """Return the loss' denominator per row, where workers share a batch."""
@@ -274,8 +288,7 @@ class TicketLoader:
 
         In the middle of a batch the values stay: its gradient is computed with them.
         """
-        self.session.read_state(values=self._held is None)
-        self._writes.brought(values=self._held is None)
+        self._writes.bring(values=self._held is None, in_pass=self._in_pass)
 
     def _end_as(self, over: FitOver) -> None:
         """Take the last values: the chief has ended the training."""
@@ -292,7 +305,6 @@ class TicketLoader:
         if not (worker.is_chief or self._over):
             self._end_as(worker.retire())
         self.session.end()
-        self._writes.end()
         self._align()
         if self._refusal is not None:
             raise self._refusal

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.errors import NotDistributable
+
 #: the number of an object, the name of its attribute, and the new value
 Change = tuple[int, str, Any]
 
@@ -236,7 +238,7 @@ def state_of(
     return {
         (i, name): (id(v), version_of(v) if versions else 0) if isinstance(v, Tensor) else v
         for i, param in enumerate(params)
-        for name, v in state.get(param, {}).items()
+        for name, v in dict.get(state, param, {}).items()
     }
 
 
@@ -244,10 +246,39 @@ class _State(defaultdict[Any, Any]):
     """An optimizer's state that knows whether it was cleared, even while empty."""
 
     cleared = False
+    #: whether the servers have gone on since it was read; then it is not shown
+    stale = False
 
     def clear(self) -> None:
-        self.cleared = True
+        self.cleared, self.stale = True, False
         super().clear()
+
+
+def _shown(name: str) -> Callable[..., Any]:
+    plain = getattr(defaultdict, name)
+
+    def read(state: _State, *args: Any) -> Any:
+        if state.stale:
+            raise NotDistributable(
+                "call optimizer.state_dict() after optimizer.step() and before optimizer.state is "
+                "read: the state is on the servers, which have gone on, and that fetches it."
+            )
+        return plain(state, *args)
+
+    return read
+
+
+for _name in (
+    "__contains__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "get",
+    "items",
+    "keys",
+    "values",
+):
+    setattr(_State, _name, _shown(_name))
 
 
 class KeptState:
@@ -259,7 +290,9 @@ class KeptState:
 
     def mark(self) -> None:
         """Remember the state as it is."""
-        self._state = _State(dict, self._optimizer.state)
+        before = self._optimizer.state
+        self._state = _State(dict, dict.items(before))
+        self._state.stale = getattr(before, "stale", False)
         self._optimizer.state = self._state
         self._marks = state_of(self._optimizer, self._params)
 
@@ -269,14 +302,18 @@ class KeptState:
         found = {i for i, _ in difference(self._marks, state_of(self._optimizer, self._params))}
         everything = state is not self._state or self._state.cleared
         return {
-            i: dict(state.get(param, {}))
+            i: dict(dict.get(state, param, {}))
             for i, param in enumerate(self._params)
             if everything or i in found
         }
 
     def end(self) -> None:
         """Give the optimizer a plain state again."""
-        self._optimizer.state = defaultdict(dict, self._optimizer.state)
+        self._optimizer.state = defaultdict(dict, dict.items(self._optimizer.state))
+
+    def gone_on(self) -> None:
+        """Refuse that the state is read before `mark`: the servers have a newer one."""
+        self._state.stale = True
 
 
 @torch.no_grad()

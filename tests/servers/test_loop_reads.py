@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
+import stratagem as sg
 from tests.served_support import apart, close_all, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -72,3 +73,43 @@ def test_one_worker_reads_new_weights_by_any_rule() -> None:
     where = strategy("1 ps", "asynchronous", 1)
     ((mine, _),) = where.run(averaged, where)
     assert max(map(apart, mine, averaged(None)[0])) < 1e-5
+
+
+def with_state(where: Any, fetch: bool) -> tuple[nn.Module, list[float], float]:
+    """Read momenta after each step, and shrink weights by an epoch before a checkpoint."""
+    module, optimizer, loader = prepared(where, momentum=0.9)
+    seen, gradients = [], 0.0
+    for _ in range(3):
+        for x, y in loader:
+            loss: Any = F.mse_loss(module(x), y)
+            loss.backward()
+            optimizer.step()
+            if fetch:
+                optimizer.state_dict()
+            if module.weight in optimizer.state:
+                seen.append(float(optimizer.state[module.weight]["momentum_buffer"].sum()))
+            if sg.current_replica().count == 1:
+                gradients += float(module.weight.grad.sum())
+            optimizer.zero_grad()
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+        optimizer.state_dict()
+    return module, seen, gradients
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_state_and_gradients_after_a_step_are_those_of_one_device(workers: int) -> None:
+    where = strategy("2 ps", "synchronous", workers)
+    plain, seen, gradients = with_state(None, True)
+    for mine, my_seen, my_gradients in where.run(with_state, where, True):
+        assert apart(mine, plain) < 1e-5
+        assert len(seen) == 9 and my_seen == pytest.approx(seen, abs=1e-5)
+        if workers == 1:
+            assert my_gradients == pytest.approx(gradients, abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["synchronous", "asynchronous"])
+def test_state_that_the_servers_have_is_not_read_unfetched(rule: str) -> None:
+    where = strategy("1 ps", rule, 1)
+    with pytest.raises(sg.NotDistributable, match="which have gone on"):
+        where.run(with_state, where, False)
