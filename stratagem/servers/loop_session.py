@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from stratagem.errors import NotDistributable
-from stratagem.rules.tickets import Ticket
-from stratagem.rules.updates import Synchronous
 from stratagem.servers.session import Session
 from stratagem.state.change_tracker import KeptState, TensorTracker
 
@@ -37,11 +35,6 @@ class LoopSession(Session):
         """Note the all-reduced gradients of several devices as backward's."""
         for index, param in enumerate(self.params):
             self._note(index, param)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step ends with the values that it made."""
-        return isinstance(self.plan.updates, Synchronous) or self.plan.workers == 1
 
     def collect(self) -> None:
         """Copy all gradients to the outbox."""
@@ -78,13 +71,6 @@ class LoopSession(Session):
             )
         self._version, self._last = version, settings
         return settings
-
-    def pass_over(self, ticket: Ticket) -> None:
-        """Step for borrowed rows, which weigh nothing; of the chief the settings count."""
-        settings = self.settings_of_update()
-        if self.worker.is_chief:
-            self.worker.set_settings(settings)
-        self.worker.ask("skip", serial=ticket.serial)
 
 
 class LoopWrites:

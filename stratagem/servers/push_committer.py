@@ -27,11 +27,14 @@ class PushCommitter:
         self.session, self._settings = session, settings
         self._chief = session.worker.is_chief
         self._ticket: Ticket | None = None
-        self._examples = 0
+        self._examples, self._borrowed = 0, False
 
-    def begin(self, ticket: Ticket, examples: int) -> None:
-        """Set the ticket of the next commit, and its number of examples."""
-        self._ticket, self._examples = ticket, examples
+    def begin(self, ticket: Ticket, examples: int, *, borrowed: bool = False) -> None:
+        """Set the ticket of the next commit, and its number of examples.
+
+        `borrowed`: they weigh nothing, so that only the chief's settings count.
+        """
+        self._ticket, self._examples, self._borrowed = ticket, examples, borrowed
 
     def commit(self, notes: Sequence[float | Tensor]) -> Commit:
         assert self._ticket is not None
@@ -39,6 +42,13 @@ class PushCommitter:
         ticket, self._ticket = self._ticket, None
         loss = above / below if below else 0.0
         worker, settings = self.session.worker, self._settings() if self._chief else None
+        if self._borrowed:
+            worker.finish_stream()
+            worker.memory.forget()
+            if settings is not None:
+                worker.set_settings(settings)
+            worker.ask("skip", serial=ticket.serial)
+            return Commit(False, (above, below))
         with METER.sending():
             counted = worker.push(ticket, below, loss, self._examples, settings)
         worker.figures.step(self._examples)

@@ -72,7 +72,7 @@ class TicketLoader:
     def gather_round(self, group: LoopDeviceGroup) -> None:
         """Have other devices share every ticket."""
         self._group, session = group, self.session
-        parts, in_step = (1, False) if self._over else (session.plan.parts, session.in_step)
+        parts, in_step = (1, False) if self._over else (session.plan.parts, session.plan.in_step)
         group.commands.tell("begin", self._over, parts, in_step)
         if self._over:
             group.remove()
@@ -254,13 +254,11 @@ class TicketLoader:
         session.collect()
         if session.plan.parts == 1 and self._group is None:
             self._gradients = [param.grad for param in session.params]
-        if examples or session.plan.parts == 1:
-            self._committer.begin(ticket, examples)
-            self._committer.commit([0.0, weight])
-        else:  # borrowed rows weigh nothing
-            session.pass_over(ticket)
+        borrowed = not examples and session.plan.parts > 1
+        self._committer.begin(ticket, examples, borrowed=borrowed)
+        self._committer.commit([0.0, weight])
         session.forget_gradients()
-        if session.in_step:
+        if session.plan.in_step:
             self._fetch(ticket)
         self._writes.pushed()
 

@@ -81,6 +81,11 @@ class TrainingPlan:
         return 1
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step ends with the values that it made."""
+        return isinstance(self.updates, Synchronous) or self.workers == 1
+
+    @property
     def at_once(self) -> int:
         """To how many workers a server sends values at the same time."""
         return sends_at_once(

@@ -154,6 +154,7 @@ class OnServers:
         if self._training is None:
             assert self._client is not None
             told = self.adapter.described(rows(data, 0, 1), self._driver.seed())
+            told["iterations"] = int(self._driver.model.optimizer._iterations)
             self._training = ServerTraining(self._driver, self.adapter, self._client, told)
         return self.training.step(data)
 

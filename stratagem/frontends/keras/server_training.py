@@ -55,9 +55,13 @@ class ServerTraining:
         self._means: dict[int, list[Tensor]] = {}
         #: by log of a custom `train_step`: its sum over the epoch, and the number of examples
         self.sums: dict[str, list[float]] = {}
-        #: whether a custom `train_step` is known to return the metrics and nothing else
-        self._is_counted = False
         self._returned: dict[str, Any] = {}
+        if self.worker.step.custom and not plan.in_step:
+            log.warning(
+                "train_step is your own, and asynchronous servers apply its gradients later: what "
+                "it reads after optimizer.apply is from before. If it reads weights or "
+                "optimizer.iterations there, use updates=sg.Synchronous()."
+            )
         adapter.mark()
 
     def close(self) -> None:
@@ -79,10 +83,11 @@ class ServerTraining:
     def step(self, data: Any) -> Any:
         """Deal a batch and work on tickets; returns the logs for Keras."""
         self._returned = {}
-        parts = parts_of_rows(data)(self.session.plan.parts)
+        custom, plan = self.worker.step.custom, self.session.plan
+        borrow = custom and plan.parts == plan.workers  # what it counts is alike on all workers
+        parts = parts_of_rows(data, borrow=borrow)(plan.parts)
         if self._news["edition"]:
             parts = [{**part, "news": self._news} for part in parts]
-        custom = self.worker.step.custom
         if self._waits_for_each(custom):
             self._deal(parts, last=True)
             self.drain()
@@ -104,13 +109,13 @@ class ServerTraining:
     def _waits_for_each(self, custom: bool) -> bool:
         """Whether to wait for this batch to be applied before Keras goes on.
 
-        With a synchronous rule callbacks that look at single steps get exact numbers, and so do the
-        logs of a custom `train_step` that are not metrics. Without such a rule only the first step
-        of a custom `train_step` is waited for, to know what it returns.
+        With a synchronous rule callbacks that look at single steps get exact numbers, and a custom
+        `train_step` may read what `apply` made. Without such a rule only the first step of a custom
+        `train_step` is waited for, to know what it returns.
         """
         needs = self._driver.needs
         if isinstance(self._updates, Synchronous):
-            return needs.steps or (custom and not self._is_counted)
+            return needs.steps or custom
         return needs.single or (custom and self.worker.logs is None)
 
     def _deal(self, parts: list[Any], *, last: bool) -> int:
@@ -136,7 +141,7 @@ class ServerTraining:
         client, worker = self.client, self.worker
         if not self._closed:
             client.deal(self._epoch, self._batch, [], True)
-        while not isinstance(work := client.next(), EpochOver | FitOver):
+        while not isinstance(work := worker.next(), EpochOver | FitOver):
             self._do(work)
         client.report(worker.report())
         reports, loss, examples = client.gather()
@@ -172,8 +177,6 @@ class ServerTraining:
             means = {log: value / weight for log, (value, weight) in self.sums.items()}
             self.worker.logs = nested({**means, **held})
             self._returned.update(self.worker.logs)
-            metrics = self._driver.own("get_metrics_result")()
-            self._is_counted = set(self.worker.logs) == set(metrics)
 
     def _logs(self, logs: Any) -> Any:
         """Return a step's logs to Keras; without any, the metrics."""

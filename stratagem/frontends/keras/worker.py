@@ -39,6 +39,7 @@ from stratagem.training.committer import Committer
 from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import END, CommandLoop, Replica
 from stratagem.training.settings import Settings
+from stratagem.wire.tree import broadcast_tree
 
 
 def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
@@ -53,7 +54,9 @@ class TicketStep:
     `session` is None on all devices but the first, which alone pushes to the servers.
     """
 
-    def __init__(self, adapter: KerasAdapter, session: KerasSession | None = None) -> None:
+    def __init__(
+        self, adapter: KerasAdapter, told: dict[str, Any], session: KerasSession | None = None
+    ) -> None:
         self.adapter, self.session = adapter, session
         self.model, self._part = adapter.model, adapter.part
         self.custom = "train_step" in adapter.sources
@@ -75,6 +78,11 @@ class TicketStep:
         #: whether a step runs, and whether it has committed
         self._open = self._committed = False
         self._loss: float | None = None
+        #: how many updates the optimizer had made before this training
+        self._first = int(told.get("iterations", 0))
+        #: what `apply` has fetched already, with the values that it made
+        self.ahead: Assignment | EpochOver | FitOver | None = None
+        self._weights = TensorTracker(self.params)
         #: whether the loss is Keras' own, so that the servers' sum of it is the tracker's value
         self.tracked = False
         #: logs of the last step of a custom `train_step`: means over the rows
@@ -104,6 +112,7 @@ class TicketStep:
             self._exchange.armed = True
         self._part.begin(count_rows(data), int(payload["total"]))
         self._open, self._committed, self._counted, self._loss = True, False, False, None
+        self._count_updates()
         try:
             self._play(data)
         except Late:
@@ -121,19 +130,46 @@ class TicketStep:
         return self._counted
 
     def _play(self, data: Any) -> None:
-        weights = TensorTracker(self.params)
+        self._weights.mark()
         self.adapter.play("train_step", data)
-        if weights.changes():
-            raise NotDistributable(
-                "train_step wrote to weights that are trained, and the servers do not see that; "
-                "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
-            )
+        self._check_weights()
         if not self._committed:
             raise NotDistributable(
                 "train_step did not hand its gradients to self.optimizer.apply, so nothing came "
                 "to the servers; call loss.backward(), then self.optimizer.apply(gradients, "
                 "self.trainable_variables)."
             )
+
+    def _check_weights(self) -> None:
+        if self._weights.changes():
+            raise NotDistributable(
+                "train_step wrote to weights that are trained, and the servers do not see that; "
+                "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
+            )
+
+    def _count_updates(self) -> None:
+        """Set the optimizer's count, of which schedules are made, to that of the values here."""
+        made = 0 if self.session is None else self.session.worker.version
+        if self._exchange is not None:
+            made = broadcast_tree(self.adapter.replica.collective, made)
+        with torch.no_grad():
+            self.model.optimizer._iterations.value.fill_(self._first + made)
+
+    def _fetch(self) -> None:
+        """After `apply` in a step of the user's own: wait for the values that it made."""
+        in_step = self.session is not None and self.session.plan.in_step
+        if self._exchange is not None:
+            in_step = broadcast_tree(self.adapter.replica.collective, in_step)
+        if not in_step:
+            return
+        if self.session is not None:
+            if self.session.plan.workers > 1:
+                self.ahead = self.session.worker.next()
+            self.session.worker.refresh()
+        if self._exchange is not None:
+            setup.spread(self.params, self.adapter.replica)
+        self._count_updates()
+        self._weights.mark()
 
     def _note(self, logs: dict[str, Any]) -> None:
         noted = self.adapter.sources["train_step"].note(logs)
@@ -163,7 +199,10 @@ class TicketStep:
                 self._put_gradient(self.session, i, param, given.get(id(param)))
         assert self._committer is not None
         notes = self._part.notes(self.model, self._loss or 0.0)
+        self._check_weights()
         self._counted = self._committer.commit(notes).counted
+        if self.custom:
+            self._fetch()
 
     def _put_gradient(self, session: KerasSession, index: int, param: Any, grad: Any) -> None:
         """Put the gradient given to `apply` into the outbox, unless it is the one of backward."""
@@ -208,7 +247,7 @@ class TicketWorker:
             self._devices = CommandLoop(adapter.replica.collective)
             self._tell("begin", {**session.told, "worker": self.worker.index})
             setup.spread(kept(adapter.model), adapter.replica)
-        self.step = TicketStep(adapter, session)
+        self.step = TicketStep(adapter, session.told, session)
         #: the logs of the last step that counts
         self.logs: Any = None
         self._epoch = 0
@@ -227,7 +266,7 @@ class TicketWorker:
         """Work until the chief ends the training; returns its last message."""
         self.adapter.model.train()
         while True:
-            work = self.worker.next()
+            work = self.next()
             if isinstance(work, FitOver):
                 self.session.end()
                 return self.session.take_last(work)
@@ -236,6 +275,11 @@ class TicketWorker:
                 self.begin()
             else:
                 self.do(work)
+
+    def next(self) -> Assignment | EpochOver | FitOver:
+        """Wait for work, unless the last step has it."""
+        work, self.step.ahead = self.step.ahead, None
+        return self.worker.next() if work is None else work
 
     def do(self, work: Assignment) -> None:
         """Compute and commit the gradient of a ticket, with all devices."""
@@ -248,8 +292,11 @@ class TicketWorker:
         examples = count_rows(work.payload["rows"])
         self._tell("train", work.payload)
         assert self.step.push is not None
-        self.step.push.begin(work.ticket, examples)
-        if self.step.train(work.payload):
+        borrowed = "borrowed" in work.payload
+        self.step.push.begin(work.ticket, examples, borrowed=borrowed)
+        counted = self.step.train(work.payload)
+        self._worked += borrowed
+        if counted:
             self.logs = self.adapter.last
             self._worked += 1
             self._add_up(examples)
@@ -317,7 +364,7 @@ def assist(seat: FollowerModel, replica: Replica) -> None:
     setup.spread(kept(adapter.model), replica)
     roll_dice(adapter.model, told["seed"], told["worker"] + setup.DEVICES * replica.index)
     adapter.model.train()
-    step = TicketStep(adapter)
+    step = TicketStep(adapter, told)
     try:
         loop.serve(
             {

@@ -307,6 +307,51 @@ def test_a_training_step_of_ones_own(updates: Any) -> None:
     assert all(0 < value < 5 for value in history["mean"])
 
 
+class Averaging(Own):
+    """A custom step that reads the optimizer, and after `apply` the new weights."""
+
+    def build(self, shape: Any) -> None:
+        self.dense.build(shape)
+        kernel = tuple(self.dense.kernel.shape)
+        self.average = self.add_weight(shape=kernel, initializer="zeros", trainable=False)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        rate = self.optimizer.learning_rate
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        scale = keras.ops.cast(self.optimizer.iterations + 1, "float32") * rate
+        (loss / scale + ((self.dense.kernel - self.average) ** 2).sum()).backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+            self.average.assign(0.5 * self.average + 0.5 * self.dense.kernel)
+        self.mean.update_state(loss)
+        count = keras.ops.cast(self.optimizer.iterations, "float32")
+        return {"mean": self.mean.result(), "norm": (self.dense.kernel**2).sum(), "count": count}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("updates", "workers"), [(SYNC, 1), (SYNC, 2), (SYNC, 3), (sg.Asynchronous(), 1)]
+)
+def test_a_training_step_reads_what_apply_made(updates: Any, workers: int) -> None:
+    """Also on a worker that has no row of the last batch."""
+    x, y = digits(17)
+
+    def falling() -> Any:
+        rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.8)
+        return {**momentum(), "optimizer": keras.optimizers.SGD(rate, momentum=0.5)}
+
+    both(falling, lambda: {"x": x, "y": y}, served(updates, workers, 1), Averaging)
+
+
+def test_asynchronous_servers_say_what_apply_leaves_old(caplog: Any) -> None:
+    x, y = digits(16)
+    train(Own, momentum, {"x": x, "y": y, "batch_size": 8}, served(sg.Asynchronous(), 2, 1))
+    assert caplog.text.count("is from before") == 1
+
+
 @pytest.mark.timeout(120)
 def test_generators_and_class_weights() -> None:
     def batches() -> Any:
