@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.checkpoint_folder import Checkpoints
 from stratagem.training import dry_run, meetings
+from stratagem.training.batch_mean import mean_of_batch
 from stratagem.training.elastic import journal_of
 from stratagem.training.led_prepare import led, prepare_led
 from stratagem.training.loop_checkpoints import check_loader, resumable
 from stratagem.training.prepare import (
     Prepared,
     backward_counted,
-    mean_of_batch,
     prepare,
     prepare_loader,
     rows_of_share,

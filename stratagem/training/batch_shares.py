@@ -241,12 +241,14 @@ class CarryingLoader(LoaderWrapper):
 
     def __iter__(self) -> Any:
         batches, this_pass = shares_of(self._replica), object()
+        share, count, uneven = self._replica.share, self._replica.count, False
         before = batches.latest if self._nested else None
         try:
             for batch in self.loader:
                 batches.fetched(batch, this_pass)
+                uneven = uneven or share.total % count > 0
                 yield batch
-            batches.latest = before
+            batches.latest, self._replica.loop.uneven = before, uneven
         finally:
             batches.latest = before or batches.latest
             batches.end(this_pass)

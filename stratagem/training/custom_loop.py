@@ -30,6 +30,7 @@ from stratagem.training.loss_reading import (
     REMEDY,
     PushWeights,
     Reading,
+    TrainedLosses,
     UsualLoss,
     refuse_spread,
     times,
@@ -73,6 +74,7 @@ class LossReader:
         #: the latest pass, and its loss; replicas add readings up together with the gradients
         self.reading = BY_ROWS
         self.loss: weakref.ref[Tensor] | None = None
+        self.trained = TrainedLosses()
         self.is_reading = False
         #: gathers a value from all replicas
         self.gather: Callable[[Any], list[Any]] = partial(gather_tree, replica.collective)
@@ -116,7 +118,7 @@ class LossReader:
             if self.pushes is not None and not self.pushes.grouped:
                 refuse_spread(float(self.reading.spread))
                 self.pushes.totals.append(float(self.reading.factor))
-            self.loss = weakref.ref(losses[0]) if len(losses) == 1 else None
+            self.loss = self.trained.note(losses, self.share.weight, self.reading)
             if self.scale is not None:
                 self._apply_scale(self.scale(), losses, handles)
             for exchange in self._present():  # whether a sum is divided depends on all replicas
@@ -313,8 +315,6 @@ class LossReader:
 
     def weight_of(self, value: Tensor | float) -> tuple[float, bool]:
         """Return how much a share's value weighs for each of its rows, and whether it is a sum."""
-        if self.loss is not None and self.loss() is value:
-            return float(self.reading.weight), self.reading.summed
         if not isinstance(value, Tensor) or value.grad_fn is None:
             return 1.0, False
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,3 +164,28 @@ def zeroed(node: Any) -> list[Any]:
     while (node := only_input(node)) is not None and node.name() in _SCALES:
         handles.append(node.register_hook(zeros))
     return handles
+
+
+class TrainedLosses:
+    """What losses weighed in their backward passes, as long as the loop keeps them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], float, Reading]] = {}
+
+    def note(
+        self, losses: Sequence[Tensor], share: float, reading: Reading
+    ) -> weakref.ref[Tensor] | None:
+        """Remember a single loss; return a reference to it."""
+        if len(losses) != 1:
+            return None
+        at, known = id(losses[0]), self._known
+        found = weakref.ref(losses[0], lambda _: known.pop(at, None))
+        known[at] = found, share, reading
+        return found
+
+    def weight(self, value: object) -> tuple[float, bool] | None:
+        """Return what a share's loss weighed, and whether it is a sum; None if it is not known."""
+        loss, share, reading = self._known.get(id(value), (lambda: None, 0.0, None))
+        if reading is None or loss() is not value:
+            return None
+        return share * float(reading.weight), reading.summed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from stratagem.compat.torch_names import show_scaler
 from stratagem.data.loader import LoaderWrapper, ShareLoader
 from stratagem.data.shares import map_parts, own_rows
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.figures.meter import METER
 from stratagem.training import fingerprint, hints, meetings, setup, sync_batchnorm
 from stratagem.training.batch_shares import ROWS, CarryingLoader, shares_of
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
@@ -372,29 +370,3 @@ def _refuse_unlike(replica: Replica, batch: Any) -> None:
                     "that is seeded alike on all (torch.randperm(n, generator=...)), or before "
                     "prepare."
                 )
-
-
-def mean_of_batch(replica: Replica, value: Tensor | float, count: float | Tensor | None) -> float:
-    """The mean over all rows of the batch in hand, of means over shares. Collective."""
-    reader, share = reader_of(replica), replica.share
-    if isinstance(value, Tensor) and value.grad_fn is not None and replica.count > 1:
-        shares_of(replica).find([value])
-    weight, summed = float(share.weight), False
-    if count is not None:
-        weight = float(count) if weight else 0.0
-    elif reader is not None and weight:
-        factor, summed = reader.weight_of(value)
-        weight *= factor
-    number = float(torch.as_tensor(value).detach()) if weight else 0.0  # of borrowed rows
-    replica.loop.combined += 1
-    everybody = gather_tree(replica.collective, [weight, number, summed])
-    if any(each for _, _, each in everybody):
-        mean = float(sum(v for w, v, _ in everybody if w))
-    else:
-        # 0: all targets are ignored, and one device has NaN
-        count = sum(w for w, _, _ in everybody)
-        mean = float(sum(w * v for w, v, _ in everybody if w) / count) if count else nan
-    if isinstance(value, Tensor) and value.requires_grad:  # a loss that is trained on
-        METER.loss += mean
-        METER.losses += 1
-    return mean

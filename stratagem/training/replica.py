@@ -68,6 +68,8 @@ class LoopState:
     combined: int = 0
     #: how many batches it has cut by `strategy.rows`
     cuts: int = 0
+    #: whether shares of the loader that ended last differed in size
+    uneven: bool = False
     #: a loader that was read without a model: rows here, rows in all, and `combined` by then
     unsummed: tuple[int, int, int] | None = None
     #: of loaders that were read without a model, by the rows that came here: which were borrowed
@@ -78,6 +80,7 @@ class LoopState:
     def begin(self) -> None:
         """Begin a call of `strategy.run`: nothing is prepared."""
         self.reader, self.batches, self.keepers, self.borrowed = None, None, [], {}
+        self.uneven = False
         self.cuts = 0
         self.warned.discard("apart")
 

@@ -263,6 +263,59 @@ def test_a_gather_has_every_row_once(replicas: int, request: pytest.FixtureReque
         assert sorted(behind) == sorted(in_loop)
 
 
+def kept_losses(on: sg.Strategy | None) -> list[float]:
+    """The mean of each batch's loss, asked for a batch later; of the last one, after the loader."""
+    x, y = data(21)
+    model = mlp()
+    optimizer = sgd(model)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    mean: Any = float if on is None else on.mean
+    means, before = [], None
+    for a, b in loader:
+        loss = F.cross_entropy(model(a), b)
+        loss.backward()
+        if before is not None:
+            means.append(mean(before))
+        before = loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*means, mean(loss)]
+
+
+def test_the_mean_of_a_loss_is_that_of_its_own_batch(
+    two: sg.MirroredStrategy, three: sg.MirroredStrategy
+) -> None:
+    expected = kept_losses(None)
+    for on in (two, three):
+        for means in on.run(kept_losses, on):
+            assert means == pytest.approx(expected, rel=1e-5)
+
+
+def number_behind(on: sg.Strategy, rows: int, by_rows: bool) -> float:
+    """A mean over this replica's rows of a whole loader, without a graph."""
+    total = torch.zeros(2)
+    for (a,) in on.prepare(DataLoader(TensorDataset(data(rows)[0]), batch_size=8)):
+        mine = sg.current_replica().share.examples
+        total += torch.tensor([float(a[:mine, 0].sum()), mine])
+    value = float(total[0] / total[1])
+    return on.mean(value, count=total[1]) if by_rows else on.mean(value)
+
+
+def test_a_mean_behind_a_loader_needs_a_count_where_shares_differ(
+    two: sg.MirroredStrategy,
+) -> None:
+    assert two.run(number_behind, two, 21, True) == pytest.approx(
+        [float(data(21)[0][:, 0].mean())] * 2
+    )
+    assert two.run(number_behind, two, 20, False) == pytest.approx(
+        [float(data(20)[0][:, 0].mean())] * 2
+    )
+    with pytest.raises(sg.UsageError, match=r"after the end of a loader.*count=n"):
+        two.run(number_behind, two, 21, False)
+
+
 def test_the_mean_of_replicas_around_one_device_takes_a_count() -> None:
     def ask() -> float:
         index = sg.current_replica().index
