@@ -6,7 +6,7 @@ import itertools
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from stratagem.cluster.environment import cores
 from stratagem.cluster.generations import Generations
@@ -153,18 +153,9 @@ def agree(process: AgreeingProcess, cluster: Membership) -> tuple[Placement, Seg
 def _settle(
     process: AgreeingProcess, cluster: Membership, op: CrossDeviceOps, offer: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the chief's offer, after checking that all processes want the same all-reduce."""
-    chosen = process.settings
+    """Return the chief's offer, after checking that all processes have the same settings."""
     offers = cluster.exchange(
-        {
-            **offer,
-            "generation": next(process.numbers),
-            "op": "auto" if chosen.op == "auto" else repr(op),
-            "wire": f"wire={chosen.wire or 'float32'!r}",
-            "sync": f"sync={chosen.sync or 'EveryStep()'}",
-            "sync_batchnorm": f"sync_batchnorm={chosen.sync_batchnorm!r}",
-            "model": repr(chosen.pipeline),
-        },
+        {**offer, "generation": next(process.numbers), **_described(process.settings, op)},
         process.patience.arrive,
     )
     for key, (what, option) in _ALIKE.items():
@@ -172,13 +163,30 @@ def _settle(
     return offers[0]
 
 
-#: settings that must be the same on every task: what tasks do by them, and the option's name
+def _described(settings: Settings, op: CrossDeviceOps) -> dict[str, str]:
+    """Every setting in words, by its name."""
+    words = {
+        each.name: f"{each.name}={getattr(settings, each.name)!r}" for each in fields(settings)
+    }
+    del words["committer"]  # follows from `sync`
+    return words | {
+        "op": "auto" if settings.op == "auto" else repr(op),
+        "wire": f"wire={settings.wire or 'float32'!r}",
+        "sync": f"sync={settings.sync or 'EveryStep()'}",
+    }
+
+
+#: settings, all of which must be the same on every task: what tasks do by them, and the option
 _ALIKE = {
     "op": ("add gradients up in the same way", "cross_device_ops (communication)"),
     "wire": ("send gradients in the same type", "wire"),
     "sync": ("meet in the same steps", "sync"),
     "sync_batchnorm": ("normalise batches in the same way", "sync_batchnorm"),
-    "model": ("split the model in the same way", "pipeline"),
+    "sharded": ("divide parameters in the same way", "strategy, ShardedStrategy or another"),
+    "served": ("keep parameters in the same place", "strategy, ParameterServerStrategy or another"),
+    "elastic": ("let replicas leave in the same way", "elastic"),
+    "pipeline": ("split the model in the same way", "strategy, PipelineStrategy or another"),
+    "tensor": ("divide layers in the same way", "strategy, TensorParallelStrategy or another"),
 }
 
 

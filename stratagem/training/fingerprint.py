@@ -91,12 +91,13 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 _DECIDE = (
-    "What a loop decides by its loss (a schedule, an early stop, a step that is left out) has to be "
-    "decided alike by all: strategy.mean(loss) is the loss of the whole batch."
+    "What a loop decides by its loss (a schedule, an early stop, a step that is left out) has to "
+    "be decided alike by all: strategy.mean(loss) is the loss of the whole batch."
 )
 _ONE_OPTIMIZER = (
     "With sync= weights meet at the step of the prepared optimizer, which does not "
-    "have them: give one optimizer all that is trained, in groups of parameters, and prepare that; or leave sync out."
+    "have them: give one optimizer all that is trained, in groups of parameters, and prepare "
+    "that; or leave sync out."
 )
 
 

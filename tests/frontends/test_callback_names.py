@@ -198,6 +198,28 @@ def test_a_plateau_begins_anew_with_each_fit() -> None:
     assert low.optimizer.param_groups[0]["lr"] == 0.1  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("losses", [[5, 4, 4, 4, 4, 4], [5, 4.95, 4.9, 4.89, 4.88, 4.7, 4.7, 4.7]])
+@pytest.mark.parametrize("cooldown", [0, 1, 3])
+@pytest.mark.parametrize("patience", [1, 2])
+def test_a_plateau_is_that_of_keras(losses: list[float], cooldown: int, patience: int) -> None:
+    keras = pytest.importorskip("keras")
+    given = {"patience": patience, "factor": 0.5, "min_delta": 0.06, "cooldown": cooldown}
+    ours = sg.callbacks.ReduceLROnPlateau("loss", **given)
+    model = model_on(None, optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+    theirs = keras.callbacks.ReduceLROnPlateau("loss", **given)
+    other = keras.Sequential([keras.layers.Dense(1)])
+    other.compile(keras.optimizers.SGD(1.0))
+    for callback, on in ((ours, model), (theirs, other)):
+        callback.set_model(on)
+        callback.on_train_begin()
+    for epoch, loss in enumerate(losses):
+        ours.on_epoch_end(epoch, {"loss": loss})
+        theirs.on_epoch_end(epoch, {"loss": loss})
+        rate = model.optimizer.param_groups[0]["lr"]  # type: ignore[union-attr]
+        assert rate == pytest.approx(float(other.optimizer.learning_rate.value))
+    assert rate < 1.0
+
+
 # --- files ----------------------------------------------------------------------------------------
 
 

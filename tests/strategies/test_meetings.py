@@ -457,6 +457,25 @@ def test_a_step_that_one_replica_skips_is_refused() -> None:
         made.run(skipping, made, True)
 
 
+def test_a_second_optimizer_is_told_of() -> None:
+    """Its weights have not met: the meeting is at the step of the optimizer that was prepared."""
+
+    def loop() -> None:
+        model: Any = mlp()
+        loader: Any = DataLoader(TensorDataset(*data(21)), batch_size=8)
+        first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+        model, first, loader = made.prepare(model, first, loader)
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            for each in (first, second):
+                each.step()
+                each.zero_grad()
+
+    sentence = "parameter '2.weight' has other values.*one optimizer all that is trained"
+    with strategy(2, sync=sg.LocalSteps(1)) as made, told(sg.UsageError, sentence):
+        made.run(loop)
+
+
 def test_every_step_is_the_default_and_exact() -> None:
     with strategy(2) as plain, strategy(2, sync=sg.EveryStep()) as made:
         assert made.settings == plain.settings

@@ -393,7 +393,9 @@ def test_targets_with_other_rows_are_refused(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3), nn.Flatten(0, 1)).double()
     x = torch.randn(8, 5, 6).double()
     stream = [(x, torch.randint(0, 3, (40,)))]
-    with pytest.raises(sg.NotDistributable, match="tensors of 8 and of 40 rows"):
+    with pytest.raises(
+        sg.NotDistributable, match=r"microbatches.*tensors of 8 and of 40 rows.*axis of time"
+    ):
         fitted(pipe(2, 4), module, stream, batch=None, check=False)
 
 

@@ -119,9 +119,15 @@ def test_mixed_precision_and_parts_of_parameters(tmp_path: Path) -> None:
 def test_refusals() -> None:
     def loop(optimizer: Any, act: Any = None, **more: Any) -> None:
         model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
-        model, _, _ = on.prepare(model, optimizer(model.parameters(), lr=0.1), **more)
+        model, made, _ = on.prepare(model, optimizer(model[0].parameters(), lr=0.1), **more)
         if act is not None:
             act(model)
+        if act is add:
+            made.add_param_group({"params": model[2].parameters()})
+            made.step()
+
+    def add(model: Any) -> None:
+        model(torch.ones(5, 6)).sum().backward()
 
     sgd = torch.optim.SGD
     draw = lambda m: m(torch.randn(5, 6, requires_grad=True))  # noqa: E731
@@ -129,6 +135,7 @@ def test_refusals() -> None:
         for given, words in (
             (lambda: loop(torch.optim.Adafactor), "Adafactor may look at whole parameters"),
             (lambda: loop(sgd, resume="run/"), "parts of an optimizer's state"),
+            (lambda: loop(sgd, add), "other parameters behind prepare.*add them before prepare"),
             (lambda: loop(sgd, draw), "an input of the model requires a gradient"),
         ):
             with pytest.raises(sg.NotDistributable, match=words):

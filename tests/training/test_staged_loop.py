@@ -535,6 +535,13 @@ def _backward(**how: Any) -> Callable[[Any, Any], Any]:
     return run
 
 
+def _take_last_group(model: Any, optimizer: Any) -> None:
+    """Have the optimizer train all but the last layer."""
+    last = {id(param) for param in model[3].parameters()}
+    group = optimizer.param_groups[0]
+    group["params"] = [param for param in group["params"] if id(param) not in last]
+
+
 #: what is done before prepare, behind the first step, and what is said
 CHANGES: dict[str, tuple[Any, Any, str]] = {
     "an attribute": (_none, lambda m, o: setattr(m[1], "factor", 2.0), "the attribute '1.factor'"),
@@ -581,6 +588,11 @@ CHANGES: dict[str, tuple[Any, Any, str]] = {
         _none,
         lambda m, o: o.register_step_pre_hook(lambda *_: None),
         "the optimizer has a hook",
+    ),
+    "a group": (
+        _take_last_group,
+        lambda m, o: o.add_param_group({"params": m[3].parameters(), "lr": 0.01}),
+        "add them before prepare",
     ),
     "some gradients": (_none, _backward(inputs=()), r"backward\(inputs=\)"),
     "a graph of gradients": (_none, _backward(create_graph=True), "create_graph=True"),
