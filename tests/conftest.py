@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import queue
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -276,6 +278,8 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        if "triton" in sys.modules:  # it prints what it has bound and finds still there at the end
+            atexit.register(gc.unfreeze)
         gc.enable()
 
 

@@ -1,5 +1,6 @@
 """Run by scripts.py: imports torch once, then becomes a fork for each script that is ordered."""
 
+import atexit
 import gc
 import json
 import os
@@ -19,6 +20,8 @@ _channel = socket.socket(fileno=int(sys.argv[1]))
 _file = _channel.makefile("rw")
 _children: dict[int, str] = {}
 gc.freeze()
+if "triton" in sys.modules:  # it prints what it has bound and finds still there at the end
+    atexit.register(gc.unfreeze)
 
 
 def _reap() -> None:

@@ -263,6 +263,8 @@ def _packed(data: Any, tensors: Iterator[Tensor]) -> Any:
 _aten = torch.ops.aten
 #: operators whose result depends on the shape of the argument alone
 _SHAPED = (_aten.ones_like.default, _aten.zeros_like.default, _aten.full_like.default)
+#: how torch records `detach`: since 2.15 as the latter
+_DETACHES = (_aten.detach.default, _aten.alias.default)
 #: on Linux there torch computes products with transposed matrices in Arm's library, which takes
 #: 80 us and more and uses threads of its own
 _ARM = platform.machine() == "aarch64"
@@ -357,7 +359,7 @@ def _join(graph: Any) -> None:
     for node in list(graph.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is torch.ops.aten.detach.default:
+        if node.target in _DETACHES:
             node.replace_all_uses_with(node.args[0])
             continue
         first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
