@@ -25,6 +25,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.batch_shares import shares_of
 from stratagem.training.hints import warn_of_hooks, warn_without_loader
 from stratagem.training.loss_forms import LossForms
+from stratagem.training.loss_leaves import refuse_unprepared, trains
 from stratagem.training.loss_reading import (
     BY_ROWS,
     REMEDY,
@@ -107,10 +108,15 @@ class LossReader:
 
     def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
         """Run `backward` with factors on the terms of its losses that make shares add up."""
+        if not self._weighs_at_servers and not trains(losses, self._ours):
+            backward()  # another model's, which this replica may train alone
+            return
         self._batches.find(losses)
         self.is_reading = self._batches.in_backward = True
         self.passes += 1
-        if self.passes & (self.passes - 1) == 0 and self._unhooked:
+        if self.passes & (self.passes - 1) == 0:
+            if not self._weighs_at_servers:
+                refuse_unprepared(losses, self._ours)
             self._look_for_hooks()
         handles: list[Any] = []
         try:
@@ -138,17 +144,16 @@ class LossReader:
     def _present(self) -> list[Accumulates]:
         return [each for found in self._exchanges if (each := found()) is not None]
 
+    def _ours(self, param: Tensor) -> int:
+        return sum(each.has(param) for each in self._present())
+
     def watch_hooks(self, model: nn.Module) -> None:
         """Warn, at a later pass, if the user has hooks on the model's parameters."""
         self._unhooked.append(weakref.ref(model))
 
     def _look_for_hooks(self) -> None:
         models = [model for found in self._unhooked if (model := found()) is not None]
-        exchanges, replica = self._present(), self._replica()
-
-        def ours(param: Tensor) -> int:
-            return sum(each.has(param) for each in exchanges)
-
+        replica, ours = self._replica(), self._ours
         if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
             self._unhooked = []
 
@@ -185,7 +190,7 @@ class LossReader:
         if self.reduction == "sum":
             terms = [t if t.kind == "fixed" else Term(t.node, "sum") for t in terms]
         names = self._names(terms)
-        if not self._agreed and not self._weighs_at_servers and self._is_for_all(losses):
+        if not self._agreed and not self._weighs_at_servers:
             self._agreed = True
             self._agree(names, terms, constants)
         if borrowed:
@@ -205,21 +210,6 @@ class LossReader:
         weight = only.count / self.share.examples
         self._apply([(only, weight / unit)], handles)
         return Reading(weight / unit, 0.0, self._mark, weight)
-
-    def _is_for_all(self, losses: Sequence[Tensor]) -> bool:
-        """Whether a pass reaches a prepared parameter; if not, other replicas may do none."""
-        todo: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
-        exchanges = self._present()
-        seen: set[Any] = set()
-        while todo:
-            node = todo.pop()
-            variable = getattr(node, "variable", None)
-            if variable is not None and any(each.has(variable) for each in exchanges):
-                return True
-            below = {each for each, _ in node.next_functions if each is not None} - seen
-            todo += below
-            seen |= below
-        return False
 
     def _names(self, terms: list[Term]) -> list[str]:
         """Name the means, alike on all replicas, so that they can agree on a unit for each."""

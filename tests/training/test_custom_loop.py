@@ -347,6 +347,62 @@ def test_a_model_that_one_replica_trains_for_itself(two: sg.MirroredStrategy) ->
     assert first == second
 
 
+def own_model(on: sg.Strategy | None, when: str) -> nn.Module:
+    """The weights of a model that is not prepared, trained on the chief besides the other."""
+    x, y = data(28)
+    model, probe = mlp(), mlp()
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=5)
+    if on is not None:
+        model, _, loader = on.prepare(model, sgd(model), loader)
+    steps = torch.optim.SGD(probe.parameters(), lr=0.1)
+
+    def train_probe() -> None:
+        loss = F.cross_entropy(probe(x), y, reduction="sum" if when == "in the loop" else "mean")
+        loss.backward()
+        steps.step()
+        steps.zero_grad()
+
+    for a, b in loader:
+        if on is not None:
+            F.cross_entropy(model(a), b).backward()
+        if when == "in the loop" and (on is None or on.is_chief):
+            train_probe()
+    if when == "behind it" and (on is None or on.is_chief):
+        train_probe()
+    return probe
+
+
+@pytest.mark.parametrize("when", ["in the loop", "behind it"])
+def test_the_gradients_of_another_model_are_its_own(when: str, two: sg.MirroredStrategy) -> None:
+    expected = own_model(None, when)
+    assert moved(expected, mlp())
+    first, second = two.run(own_model, two, when)
+    assert distance(first, expected) < 1e-6
+    assert not moved(second, mlp())
+
+
+@pytest.mark.parametrize("what", ["a layer", "a parameter", "frozen"])
+def test_what_is_trained_and_not_prepared_is_refused_by_name(
+    what: str, two: sg.MirroredStrategy
+) -> None:
+    def train() -> None:
+        model, head = mlp(), nn.Linear(4, 4)
+        scale = nn.Parameter(torch.ones(()))
+        head.requires_grad_(what == "a layer")
+        scale.requires_grad_(what == "a parameter")
+        loader = DataLoader(TensorDataset(*data(9)), batch_size=4)
+        model, _, loader = two.prepare(model, sgd(model), loader)
+        for a, b in loader:
+            F.cross_entropy(scale * head(model(a)), b).backward()
+
+    if what == "frozen":
+        two.run(train)
+        return
+    named = "parameter 'weight' of a Linear" if what == "a layer" else r"a parameter of shape \[\]"
+    with pytest.raises(sg.UsageError, match=rf"prepare {named}, too"):
+        two.run(train)
+
+
 def test_rows_of_batches_that_replicas_shuffle_each_in_their_own_way(
     two: sg.MirroredStrategy,
 ) -> None:
