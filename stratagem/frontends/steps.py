@@ -213,7 +213,8 @@ class Replicated(Dealt):
     def __init__(self, training: Training, replica: Replica) -> None:
         super().__init__(training, replica)
         module, optimizer, recipe, settings = training
-        self._borrows = self._sync_norm = settings.sync_batchnorm
+        self._sync_norm = settings.sync_batchnorm
+        self._borrows = self._sync_norm or sync_batchnorm.weighs_statistics(module)
         self._unsync = sync_batchnorm.install(module, replica, self._sync_norm)
         named = list(module.named_parameters())
         try:

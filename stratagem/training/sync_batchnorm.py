@@ -24,6 +24,8 @@ from stratagem.errors import NotDistributable
 from stratagem.training.replica import Replica, Share, current_replica
 from stratagem.wire.collective import Collective
 
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 
 class GlobalNorm(torch.autograd.Function):
     """Normalises axis 1 over the global batch; also returns its mean and (biased) variance."""
@@ -143,39 +145,75 @@ class _Synced:
             layer.__class__ = replaced
 
 
+class _Weighed(_Synced):
+    """An InstanceNorm that tracks: its statistics are means over rows, so those of each share go in
+    with the share's rows, and the mean over replicas is that of one device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer: Any = self
+        replica, share = _links[layer].replica, _links[layer].replica.share
+        plain = _links[layer].plain.forward
+        if current_replica() is not replica or not (layer.training and tracks(layer)):
+            return plain(layer, x)
+        tracked = layer.running_mean, layer.running_var
+        befores = [each.clone() for each in tracked]
+        y = plain(layer, x)
+        with torch.no_grad():
+            for now, before in zip(tracked, befores, strict=True):
+                kept = before * (1.0 - (layer.momentum or 0.0))
+                now.sub_(kept).mul_(replica.count * share.examples / share.total).add_(kept)
+        return y
+
+
 class _Link(NamedTuple):
     """What a synchronised layer needs; kept beside the layer, so that copies do not have it."""
 
-    plain: type[BatchNorm]
+    plain: type[Any]
     replica: Replica
-    room: Room
+    #: of a BatchNorm
+    room: Room | None = None
 
 
 _links: weakref.WeakKeyDictionary[nn.Module, _Link] = weakref.WeakKeyDictionary()
 
 
 def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callable[[], None]:
-    """Synchronise every BatchNorm layer if `synced`, instead of what an earlier call did; return a
-    function that undoes this, which may be called twice. Collective."""
-    layers = [m for m in module.modules() if isinstance(m, BatchNorm)]
+    """Synchronise every BatchNorm layer if `synced`, instead of what an earlier call did, and weigh
+    what InstanceNorm tracks; return a function that undoes this, which may be called twice.
+    Collective."""
+    layers = [m for m in module.modules() if isinstance(m, (BatchNorm, *INSTANCE_NORMS))]
     for layer in layers:
         _remove(layer, _links.get(layer))
-    if not layers or not synced or replica.count == 1:
+    layers = [m for m in layers if (synced if isinstance(m, BatchNorm) else tracks(m))]
+    if not layers or replica.count == 1:
         return lambda: None
-    side, links = replica.beside(), []
+    side, links = replica.beside() if synced else replica.collective, []
     for layer in layers:
-        room = Room(side, layer.num_features, _type(layer), replica.device)
+        room, kind = None, _Weighed
+        if isinstance(layer, BatchNorm):
+            room = Room(side, layer.num_features, _type(layer), replica.device)
+            kind = _Synced
         links.append(link := _Link(type(layer), replica, room))
         _links[layer] = link
         # of this module and not of torch's: its forward is not torch's code (gradient_placement.py)
         home = {"__module__": __name__}
-        layer.__class__ = type(link.plain.__name__, (_Synced, link.plain), home)
+        layer.__class__ = type(link.plain.__name__, (kind, link.plain), home)
 
     def remove() -> None:
         for layer, link in zip(layers, links, strict=True):
             _remove(layer, link)
 
     return remove
+
+
+def tracks(layer: nn.Module) -> bool:
+    """Whether training writes a norm's running statistics."""
+    return bool(layer.track_running_stats) and layer.running_mean is not None
+
+
+def weighs_statistics(module: nn.Module) -> bool:
+    """Whether a replica without rows needs a borrowed one, so that its statistics go on."""
+    return any(isinstance(m, INSTANCE_NORMS) and tracks(m) for m in module.modules())
 
 
 def _remove(layer: nn.Module, link: _Link | None) -> None:
@@ -203,7 +241,7 @@ def _no_statistics(layer: BatchNorm) -> NotDistributable:
 def _normalise(layer: BatchNorm, x: Tensor, link: _Link) -> Tensor:
     weight = layer.weight if layer.affine else x.new_ones(layer.num_features)
     bias = layer.bias if layer.affine else x.new_zeros(layer.num_features)
-    room, norm = link.room, cast(Any, GlobalNorm.apply)
+    room, norm = cast(Room, link.room), cast(Any, GlobalNorm.apply)
     y, mean, var = norm(x, weight, bias, layer.eps, room, link.replica.share)
     if room.count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got {x.shape}")
@@ -213,7 +251,7 @@ def _normalise(layer: BatchNorm, x: Tensor, link: _Link) -> Tensor:
 
 @torch.no_grad()
 def _track(layer: BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    if layer.running_mean is None or layer.running_var is None:
+    if layer.running_mean is None or layer.running_var is None or not layer.track_running_stats:
         return
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)

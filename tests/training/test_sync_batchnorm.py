@@ -262,3 +262,64 @@ def test_a_share_of_one_row_is_explained_in_a_loop_of_ones_own(apart: sg.Strateg
 
     with pytest.raises((ValueError, sg.ReplicaFailed), match=_FEW):
         apart.run(train)
+
+
+# --- running statistics --------------------------------------------------------------------------
+
+
+def looped(on: sg.Strategy | None, module: nn.Module) -> nn.Module:
+    optimizer = sgd(module.parameters())
+    x, y = data(21)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=4)  # the last one has one row
+    if on is not None:
+        module, optimizer, loader = on.prepare(module, optimizer, loader)
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(module(a), b).backward()
+        optimizer.step()
+    return module
+
+
+def frozen_statistics() -> nn.Module:
+    """As fine-tuning freezes them: normalised over the batch, and nothing tracked."""
+    module = net()
+    module[1].running_mean.fill_(0.3)  # type: ignore[operator, union-attr]
+    module[1].track_running_stats = False  # type: ignore[assignment]
+    return module
+
+
+def of_instances() -> nn.Module:
+    torch.manual_seed(5)
+    norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 4))
+
+
+def by_instances(rows: int, batch: int) -> nn.Module:
+    x, y = data(rows)
+    return by_hand(of_instances(), sgd, F.cross_entropy, x, y, batch=batch, epochs=1)
+
+
+def test_statistics_that_are_not_tracked_stay(two: sg.Strategy) -> None:
+    x, y = data(20)
+    expected = by_hand(frozen_statistics(), sgd, F.cross_entropy, x, y, batch=8, epochs=1)
+    model = sg.Model(frozen_statistics(), two)
+    model.compile(optimizer=sgd, loss="cross_entropy")
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert distance(model.module, expected) < 1e-6 and moved(expected, frozen_statistics())
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_what_instances_track_is_a_mean_over_rows(replicas: int) -> None:
+    expected = by_instances(21, 4)
+    made = strategy(replicas)
+    try:
+        for trained in made.run(lambda: looped(made, of_instances())):
+            assert distance(trained, expected) < 1e-6
+        x, y = data(21)
+        model = sg.Model(of_instances(), made)
+        model.compile(optimizer=sgd, loss="cross_entropy")
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        assert distance(model.module, expected) < 1e-6
+        assert type(model.module[1]) is nn.InstanceNorm1d
+    finally:
+        made.close()
