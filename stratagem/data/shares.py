@@ -213,8 +213,8 @@ def _cut(tree: Any, start: int, end: int, total: int) -> Any:
         if tree.dim() and len(tree) != total:
             raise NotDistributable(
                 f"a batch is cut along the first axis, into shares or microbatches, and has "
-                f"tensors of {total} and of {len(tree)} rows there; give each of them a row for every "
-                "example, before any axis of time (batch_first=True), or use a dataset with "
+                f"tensors of {total} and of {len(tree)} rows there; give each of them a row for "
+                "every example, before any axis of time (batch_first=True), or use a dataset with "
                 "indices, of which each replica puts its own share together."
             )
         return tree[start:end] if tree.dim() else tree
