@@ -10,6 +10,7 @@ from stratagem.arguments import by_name
 from stratagem.rules.updates import Synchronous, Updates
 from stratagem.servers.local_cluster import LocalCluster
 from stratagem.servers.worker_group import WorkerGroup
+from stratagem.strategies.pipeline import refuse_cluster
 from stratagem.strategies.server_strategy import ServerStrategy, check_spares
 from stratagem.strategies.strategy import TaskGroup
 from stratagem.training import devices
@@ -41,6 +42,7 @@ class CentralStorageStrategy(ServerStrategy):
         updates: Updates | None = None,
         patience: Patience | None = None,
     ) -> None:
+        refuse_cluster("parameters are on one device of one machine")
         compute = devices.resolve(compute_devices)
         (home,) = devices.resolve([_home() if parameter_device is None else parameter_device])
         updates = Synchronous() if updates is None else updates

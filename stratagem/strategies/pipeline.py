@@ -154,11 +154,16 @@ def refuse_elsewhere(found: Sequence[str], what: str) -> None:
             f"{what} CPUs of one machine so far, and the devices are "
             f'{", ".join(found)}; name ["cpu:0", "cpu:1"], or use a MirroredStrategy on GPUs.'
         )
+    refuse_cluster(f"{what} CPUs of one machine so far")
+
+
+def refuse_cluster(what: str) -> None:
+    """Refuse an environment in which every task would train a model of its own."""
     place = detect(os.environ)
     if place is not None and len(place.spec.training_tasks()) > 1:
         raise NotDistributable(
-            f"{what} CPUs of one machine so far, and the environment describes a "
-            "cluster; start the script without it, or use a MultiWorkerMirroredStrategy."
+            f"{what}, and the environment describes a cluster; start the script without it "
+            "(`python train.py`), or use a MultiWorkerMirroredStrategy."
         )
 
 

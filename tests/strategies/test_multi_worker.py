@@ -443,6 +443,15 @@ def test_workers_with_other_strategies_are_refused(
     assert all(words in each.out for each in everybody)
 
 
+def test_central_storage_takes_no_part_in_a_cluster(two: Cluster) -> None:
+    """Each task would train the whole, and both write the same files."""
+    for script in two.all("sg.CentralStorageStrategy(['cpu:0', 'cpu:1'])"):
+        assert script.ends() == 1
+        last = script.err.splitlines()[-1]
+        assert "NotDistributable: parameters are on one device" in last, last
+        assert "start the script without it" in last
+
+
 def test_two_names_of_the_usual_type_are_alike(two: Cluster) -> None:
     option = "sg.MultiWorkerMirroredStrategy(wire={})"
     end_well(two.all([option.format("None"), option.format("'float32'")]))
