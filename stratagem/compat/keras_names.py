@@ -27,7 +27,6 @@ PRIVATE = {
     "Layer._flatten_layers": "every layer of a model, with those inside of layers",
     "Layer._losses": "losses that a layer has added",
     "Layer._clear_losses": "forgets them, also those of layers inside",
-    "Layer._torch_params": "a second home of the variables, which is made again on demand",
     "Layer._track_variables": "gives variables of a late build() to torch",
     "Model._loss_tracker": "the metric that is the loss",
     "Model._compile_loss": "the loss of compile(), without regularisers",

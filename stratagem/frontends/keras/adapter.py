@@ -80,7 +80,7 @@ class KerasAdapter:
         if not model.built:
             with torch.no_grad():
                 model(keras.utils.unpack_x_y_sample_weight(self.here(example))[0])
-            model._track_variables()  # a custom build() may have made variables since
+        model._track_variables()  # as fit does: a custom build() or LoRA made variables since
         if self.updates and optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
 

@@ -36,7 +36,6 @@ _LEFT_BEHIND = frozenset(
         "test_function",
         "predict_function",
         "_eval_epoch_iterator",
-        "_torch_params",
         "_parallel_update_step",
         "update_state",
     }
@@ -117,9 +116,6 @@ def _attributes(obj: Any) -> dict[str, Any]:
     overlaid = kept.pop("_stratagem", None)
     for name in getattr(overlaid, "overlaid", ()):
         kept.pop(name, None)
-    modules = kept.get("_modules")
-    if modules and "_torch_params" in modules:
-        kept["_modules"] = {k: v for k, v in modules.items() if k != "_torch_params"}
     return kept
 
 
