@@ -202,8 +202,8 @@ def compare_loss(
         f"the loss is not the mean over the rows: {whole:.6g} for {sum(sizes)} rows, and "
         f"{together:.6g} from shares of {' and '.join(map(str, sizes))}; it compares rows with "
         "each other, adds them up, or divides by something else than their number, so the shares "
-        "of replicas do not add up to the loss of one device; take the mean (ops.mean for "
-        'ops.sum), return a value for each row (reduction="none") that '
+        "of replicas do not add up to the loss of one device; take a mean in "
+        'place of a sum, return a value for each row (reduction="none") that '
         "depends on no other row, give outputs and targets the same shape, use a loss that counts "
         f'its targets, such as "cross_entropy", {_OTHERWISE}'
     )
@@ -229,7 +229,7 @@ def compare_gradients(
                 f"rows: the gradient of {sum(sizes)} rows at once is not that of shares of "
                 f"{' and '.join(map(str, sizes))} together, so replicas, which share a batch, "
                 "would train something else than one device; compute it for each row by itself "
-                f"and take the mean (ops.mean for ops.sum), {_OTHERWISE}"
+                f"and take a mean in place of a sum, {_OTHERWISE}"
             )
 
 

@@ -245,9 +245,10 @@ class LossReader:
             say = log.warning if (by := self._replica()) is None or by.is_chief else log.debug
             say(
                 "the loss ends in %s, which cannot be read, and is taken for a mean over rows. "
-                'If it is one, prepare(..., loss_reduction="mean") says so; if not, '
-                "strategy.backward(loss, count=n) says what it is divided by.",
-                odd.node.name(),
+                'If it is one, all is well, and prepare(..., loss_reduction="mean") says so; if '
+                'it is a sum, loss_reduction="sum"; if not, strategy.backward(loss, count=n) '
+                "says what it is divided by.",
+                "torch.compile" if "Compiled" in odd.node.name() else odd.node.name(),
             )
         return terms, [constant for each in found for constant in each.constants]
 

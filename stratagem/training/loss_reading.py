@@ -139,9 +139,10 @@ def refuse_spread(spread: float) -> None:
     if spread > TOLERANCE:
         raise NotDistributable(
             "the loss adds up terms that are divided by different counts (ignored targets or "
-            "class weights in one of them, rows in another), so that no single weight fits a "
-            "share. With mirrored replicas call strategy.backward(term, count=n) for each of "
-            "the terms, with retain_graph=True for all but the last; with servers use sg.Model."
+            "class weights in one of them, rows in another; tasks of several sizes), so that no "
+            "single weight fits a share. With mirrored replicas call strategy.backward(term, "
+            "count=n) for each of the terms, with retain_graph=True for all but the last, or, for "
+            "a mean over tasks, strategy.backward(loss, count=tasks); with servers use sg.Model."
         )
 
 
