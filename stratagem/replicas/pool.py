@@ -139,6 +139,8 @@ class FollowerRelay:
     def drain(self) -> None:
         """Show all output that has arrived."""
         with self._lock:
+            if not self._open:
+                return
             for fd in [key for key in self._selector.get_map() if isinstance(key, int)]:
                 self._read(fd)
 
@@ -161,7 +163,10 @@ class FollowerRelay:
 
     def close(self) -> None:
         self.drain()
-        self._open = False
+        with self._lock:
+            before, self._open = self._open, False
+        if not before:
+            return  # its pool could not be replaced, and is ended with the others
         self._thread.join()
         for fd, line in self._partial.items():
             if line:

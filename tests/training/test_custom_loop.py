@@ -122,6 +122,25 @@ def test_a_loop_without_a_loader_is_told_once(
     assert all(told in each and "strategy.rows" in each for each in said)
 
 
+def test_batches_in_a_list_were_cut_and_dropout_is_no_other_data(
+    fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(12)
+
+    def train(how: str) -> None:
+        model = nn.Sequential(nn.Dropout(0.5), mlp())
+        model, _, loader = fresh.prepare(
+            model, sgd(model), DataLoader(TensorDataset(x, y), batch_size=6)
+        )
+        for a, b in list(loader) if how == "list" else [(x, y)]:
+            F.cross_entropy(model(a), b).backward()
+
+    fresh.run(train, "list")
+    assert "no batch was cut" not in caplog.text
+    fresh.run(train, "whole")
+    assert "the same rows and other dropout" in caplog.text
+
+
 def first_batches(on: sg.Strategy | None) -> nn.Module:
     x, y = data(3)
     model = mlp()
