@@ -263,12 +263,13 @@ class ZygoteProcess:
         """Return the exit status of the zygote; None while it runs.
 
         Its socket closes before its followers are killed: whoever sees one of them dead knows.
+        An answer may still be unread, or a follower that was just forked have the socket, too.
         """
         try:
             if self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                return None  # an answer is still to be read
+                return self._process.poll()
         except BlockingIOError:
-            return None
+            return self._process.poll()
         except ConnectionResetError:
             log.debug("the zygote has hung up with something unread")
         return self._process.wait(_REAPED)

@@ -17,7 +17,7 @@ import pytest
 
 import stratagem as sg
 from stratagem.replicas import pipe_frames, zygote
-from stratagem.replicas.pool import Follower
+from stratagem.replicas.pool import Follower, Pool
 from stratagem.replicas.zygote import ZygoteProcess
 from tests.clock import PATIENCE, in_time
 from tests.replicas.scripts import runs, wait_for
@@ -97,3 +97,19 @@ def test_a_helper_that_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zygote, "_ALWAYS", ["no_such_module"])
     with pytest.raises(ChildProcessError, match="cannot be imported by a fresh interpreter"):
         Follower("replica 1")
+
+
+def test_a_helper_that_is_killed_with_an_answer_unread() -> None:
+    """Its death is known all the same, and the followers' pool can be ended more than once."""
+    helper, pool = ZygoteProcess.get(), Pool(["replica 1"])
+    assert pool.orphaned() is None
+    request = json.dumps({"end": [], "number": 0}).encode()  # cut short by Ctrl-C, say
+    pipe_frames.send_with_fds(helper._channel, request, [])
+    helper._channel.recv(1, socket.MSG_PEEK)
+    os.kill(helper.pid, signal.SIGKILL)
+    pool.followers[0].control.recv(1)  # killed by the kernel, as its parent has ended
+    lost = pool.orphaned()
+    assert lost is not None and f"the helper process (pid {helper.pid})" in str(lost)
+    pool.end()
+    pool.drain()
+    pool.end()
