@@ -29,10 +29,10 @@ def warn_without_loader(replica: Replica, loss: float | None) -> None:
         )
     else:
         log.warning(
-            "no batch was cut into shares: each of %d replicas trains on rows of its own, so a "
-            "step counts %d batches as one. If your code cuts every batch itself, that is right; "
-            "else give the DataLoader to strategy.prepare, or take this replica's rows of each "
-            "batch: x, y = strategy.rows((x, y)).",
+            "no batch was cut into shares, and the losses of %d replicas differ: each has rows of "
+            "its own, or all have the same rows and other dropout. If your code cuts every batch "
+            "itself, that is right, and a step counts %d batches as one; else give the DataLoader "
+            "to strategy.prepare, or take this replica's rows: x, y = strategy.rows((x, y)).",
             replica.count,
             replica.count,
         )
