@@ -50,9 +50,10 @@ class LoopSession(Session):
             if grad is not None and (grad is not made or grad._version != version):
                 raise NotDistributable(
                     "gradients were changed between backward() and optimizer.step(), but in step "
-                    f"each of {self.plan.parts} workers has the gradient of its part of the batch, "
-                    "and clipping that is not clipping the whole; use sg.Model with "
-                    "compile(clip_norm=...), or updates=sg.Asynchronous()."
+                    f"each of {self.plan.parts} workers has the gradient of its part of the batch. "
+                    "To clip, use sg.Model with compile(clip_norm=...); to mask or scale, multiply "
+                    "the loss or hook the parameters, param.register_hook(lambda g: g * mask); for "
+                    "all else MirroredStrategy or updates=sg.Asynchronous()."
                 )
 
     def forget_gradients(self) -> None:
@@ -126,8 +127,9 @@ class LoopWrites:
         """Refuse weights that were written in the loop."""
         if self._weights.changes():
             raise NotDistributable(
-                "weights were written in the loop, and with servers the new values come with the "
-                "next batch; write them between two epochs."
+                "weights were written in the loop, by it or by an optimizer that was not prepared, "
+                "and servers do not see that; write them between two epochs, and step only with "
+                "the optimizer that strategy.prepare returned."
             )
 
     def check_state(self) -> None:

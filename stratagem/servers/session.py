@@ -284,8 +284,8 @@ def _end_prepared(worker: Client) -> None:
     if worker.at_end is not None and worker.prepared.is_open:
         raise UsageError(
             "another training was begun before the loop over the prepared loader was done, and "
-            "servers train one model at a time; put the models into one nn.Module with one "
-            "optimizer, or begin the second training after the first loop."
+            "servers train one model at a time; begin the second training after the first loop, "
+            "or, for models that train in turn (a GAN), use MirroredStrategy."
         )
     worker.settle()
 

@@ -84,6 +84,9 @@ def _public_name(optimizer: Any) -> str:
 
 def settings(optimizer: Any) -> str:
     """Return the config in JSON; a schedule of the learning rate by its public name."""
+    rate = optimizer._learning_rate
+    if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):  # it may have no config
+        _named(rate, keras.optimizers.schedules, "schedule of the learning rate")
     config = dict(optimizer.get_config())
     rate = config["learning_rate"]
     if isinstance(rate, dict):

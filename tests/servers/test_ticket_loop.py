@@ -284,6 +284,20 @@ def with_closure(module: nn.Module, optimizer: Optimizer, batch: Any, number: in
     optimizer.step(again)
 
 
+def masked(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    backward(module, batch)
+    for param in module.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+    optimizer.step()
+
+
+def by_another(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
+    """Step with an optimizer that was not prepared."""
+    backward(module, batch)
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+
+
 def in_halves(where: Any) -> None:
     """Two optimizers for one model."""
     module = net()
@@ -360,6 +374,15 @@ def test_what_servers_cannot_do_is_refused(function: Any, says: str) -> None:
     where = alone()
     with pytest.raises((sg.NotDistributable, sg.UsageError), match=says):
         where.run(function, where)
+
+
+@pytest.mark.parametrize(
+    ("step", "says"), [(masked, "to mask or scale"), (by_another, "that was not prepared")]
+)
+def test_a_remedy_fits_what_the_loop_did(step: Step, says: str) -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match=says):
+        where.run(loop, where, step)
 
 
 def afterwards(where: Any) -> None:

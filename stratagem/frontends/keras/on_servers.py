@@ -83,8 +83,8 @@ class OnServers:
         if len(model_pickle.optimizers(model)) > 1:
             raise NotDistributable(
                 "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
-                "made by mixed_float16), and parameter servers run a single one; use one "
-                "optimizer, and mixed_bfloat16."
+                "made by mixed_float16), and parameter servers run a single one; use "
+                "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
             )
         if model.compiled:
             refuse(model)

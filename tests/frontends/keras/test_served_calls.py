@@ -18,6 +18,7 @@ import torch
 from keras import layers
 
 import stratagem as sg
+from stratagem.state import keras_recipe
 from tests.clock import unless_late
 from tests.frontends.keras.served_support import close_served, served
 from tests.keras_both import alike
@@ -803,3 +804,13 @@ def test_asynchronous_workers_may_change_their_gradients() -> None:
     model.fit(x, y, batch_size=43, verbose=0)
     after = np.concatenate([w.ravel() for w in model.get_weights()])
     assert np.linalg.norm(after - before) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_schedule_without_a_config_is_refused_with_a_sentence() -> None:
+    class Mine(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+        def __call__(self, step: Any) -> Any:
+            return 0.1
+
+    model = mlp()
+    with pytest.raises(sg.NotDistributable, match="Mine is not there"):
+        keras_recipe.describe(keras.optimizers.SGD(Mine()), model.trainable_variables)
