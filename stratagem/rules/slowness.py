@@ -58,7 +58,7 @@ class Sample:
         steps, known = line.get("steps"), [n for n in numbers if isinstance(n, int | float)]
         if not isinstance(steps, int) or len(known) < len(numbers):
             raise ValueError("a line of figures lacks a number")
-        return cls(steps, *map(float, known), float(line.get("queue", 0.0)))
+        return cls(steps, *map(float, [*known, line.get("queue", 0.0)]))
 
 
 @dataclass(frozen=True)
