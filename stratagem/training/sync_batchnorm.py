@@ -151,10 +151,12 @@ class _Weighed(_Synced):
 
     def forward(self, x: Tensor) -> Tensor:
         layer: Any = self
+        y: Tensor
         replica, share = _links[layer].replica, _links[layer].replica.share
         plain = _links[layer].plain.forward
         if current_replica() is not replica or not (layer.training and tracks(layer)):
-            return plain(layer, x)
+            y = plain(layer, x)
+            return y
         tracked = layer.running_mean, layer.running_var
         befores = [each.clone() for each in tracked]
         y = plain(layer, x)
@@ -189,7 +191,8 @@ def install(module: nn.Module, replica: Replica, synced: bool = True) -> Callabl
         return lambda: None
     side, links = replica.beside() if synced else replica.collective, []
     for layer in layers:
-        room, kind = None, _Weighed
+        room: Room | None = None
+        kind: type[Any] = _Weighed
         if isinstance(layer, BatchNorm):
             room = Room(side, layer.num_features, _type(layer), replica.device)
             kind = _Synced
