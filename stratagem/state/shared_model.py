@@ -149,7 +149,7 @@ class WriteWatch:
                 size = view.untyped_storage().nbytes() // view.element_size()
                 flats[view.dtype] = view.as_strided((size,), (1,), 0)
                 few = torch.arange(_FEW) * (count - 1) // (_FEW - 1)
-                places.setdefault(view.dtype, []).append(view.storage_offset() + few)
+                places.setdefault(view.dtype, []).append(few + int(view.storage_offset()))
         self._samples = [(flats[dtype], torch.cat(at)) for dtype, at in places.items()]
         self.mark()
 
