@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stratagem.compat.torch_names import OPTIMIZER_HOOKS, TENSOR_HOOKS
+from stratagem.compat.torch_names import OPTIMIZER_HOOKS, TENSOR_HOOKS, BatchNorm
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.strategy import Strategy
+from stratagem.training.hints import tell_of_batchnorm
 from stratagem.training.setup import keras_layer
 
 
@@ -32,6 +34,24 @@ def refuse_on_parameters(strategy: Strategy, module: nn.Module) -> None:
                 "clip_value of compile (clipnorm or clipvalue of a Keras optimizer), or a loop of "
                 "your own with strategy.prepare, which may change gradients after backward."
             )
+
+
+#: models whose BatchNorm layers were told of
+_told: WeakSet[nn.Module] = WeakSet()
+
+
+def warn_of_batchnorm(
+    strategy: Strategy, module: nn.Module, layers: Iterable[nn.Module], kind: type = BatchNorm
+) -> None:
+    """Warn once of a model whose layers of this kind normalise over a replica's rows."""
+    settings = strategy.settings
+    if settings.sync_batchnorm or strategy.num_replicas_in_sync < 2 or module in _told:
+        return
+    layer = next((each for each in layers if isinstance(each, kind)), None)
+    if layer is not None and getattr(layer, "trainable", True) and strategy.is_chief:
+        _told.add(module)
+        of = "" if settings.served is None else "a MirroredStrategy with "
+        tell_of_batchnorm(layer, f"{of}sync_batchnorm=True normalises over the batch")
 
 
 def refuse_on_optimizer(strategy: Strategy, optimizer: Optimizer) -> None:

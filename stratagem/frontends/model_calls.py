@@ -148,6 +148,7 @@ def check_fit(job: Fit, strategy: Strategy) -> None:
     """Raise if the strategy cannot give the result of one device for this job."""
     refuse_wrapped(job.module, job.optimizer)
     hooks.refuse_on_parameters(strategy, job.module)
+    hooks.warn_of_batchnorm(strategy, job.module, job.module.modules())
     hooks.refuse_on_optimizer(strategy, job.optimizer)
     size = strategy.replica_group.size
     refuse_once(strategy, job.source, job.validation)

@@ -39,8 +39,10 @@ class Process:
         blame: Path,
         stdin: int = subprocess.DEVNULL,
         output: int = subprocess.PIPE,
+        place: Path | None = None,
     ) -> None:
-        """`output`: a file descriptor for stdout and stderr; by default two pipes."""
+        """`output`: a file descriptor for stdout and stderr; by default two pipes. `place`: where
+        it runs; by default here."""
         self.task = task
         self.code: int | None = None
         self.because_of = ""
@@ -58,6 +60,7 @@ class Process:
                 stdin=stdin,
                 stdout=output,
                 stderr=output,
+                cwd=place,
             )
         except OSError as problem:
             raise UsageError(f"{task} cannot be started: {problem}") from problem

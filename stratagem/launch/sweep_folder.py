@@ -11,6 +11,7 @@ trials.csv               the outcome of each trial, once the sweep is over
 trial-003/args.json      its flags and its command
 trial-003/log            what it printed
 trial-003/metrics.jsonl  a line an epoch
+trial-003/files/         where it runs: links to what lies beside the script, and what it writes
 trial-003/model.*        the trained model, for as long as it is among the best
 """
 

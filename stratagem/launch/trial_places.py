@@ -82,6 +82,16 @@ class _Running:
     escalation: Escalation = field(default_factory=lambda: Escalation((), 0.0))
 
 
+def own_place(trial: Path, source: Path) -> Path:
+    """Make the folder where a trial runs: what it writes beside its script is its own, and what
+    lies there is linked."""
+    place = trial.absolute() / "files"
+    place.mkdir()
+    for each in source.absolute().iterdir():
+        (place / each.name).symlink_to(each)
+    return place
+
+
 class TrialSlots:
     """Runs trials on this machine; a trial ends with the processes that it started, and those that
     still run at the end of the context are killed."""
@@ -123,7 +133,8 @@ class TrialSlots:
         try:
             task = Task("worker", number)
             own = {**environ, "PYTHONUNBUFFERED": "1", **slot.environ()}
-            process = Process(task, command, own, self._guard.folder / str(number), output=output)
+            blame, place = self._guard.folder / str(number), own_place(log.parent, Path.cwd())
+            process = Process(task, command, own, blame, output=output, place=place)
         finally:
             os.close(output)
         self._guard.add(process)
@@ -230,6 +241,9 @@ class TrialJobs(TrialSlots):
         self, number: int, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> Slot:
         request = self._prepared(number, command, log.parent)
+        if self._submit["on"] != "ray":  # which gives each job a copy of the folder
+            place = own_place(log.parent, Path(request.folder))
+            request = replace(request, folder=str(place))
         job = JobFolder.create(request.name)
         (log.parent / JOB).write_text(str(job.path))
         try:

@@ -31,7 +31,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from stratagem.errors import UsageError
 from stratagem.figures.recorder import event
-from stratagem.state.file_pair import FilePair
+from stratagem.state.file_pair import FilePair, told
 
 log = logging.getLogger("stratagem")
 
@@ -63,15 +63,9 @@ def save(
     files = _pair(path)
     files.weights.parent.mkdir(parents=True, exist_ok=True)
     taken = snapshot(module, optimizer, progress)
-    try:
+    left = "What was saved there before is as it was."
+    with told(files.weights.parent, f"{files.weights} could not be saved", left):
         files.replace(taken.write)
-    except UsageError:
-        raise
-    except (OSError, RuntimeError, SafetensorError) as problem:
-        raise OSError(
-            f"{files.weights} could not be saved: {problem}. What was saved there before is as it "
-            "was."
-        ) from problem
     event("save", str(files.weights))
     return files.weights
 
@@ -85,7 +79,8 @@ class CheckpointCopy:
 
     def write(self, weights: Path, state: Path, number: str) -> None:
         """Write both files, with the number that pairs them."""
-        torch.save({**self.state, "pair": number}, state)
+        with state.open("wb") as out:  # a full disk is an error of Python's file, not of torch
+            torch.save({**self.state, "pair": number}, out)
         if unreadable := get_unsafe_globals_in_checkpoint(state):
             raise UsageError(
                 f"the training's state holds {', '.join(unreadable)}, which cannot be read again "

@@ -28,14 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 
 from stratagem.errors import UsageError
 from stratagem.state import checkpoint
 from stratagem.state.checkpoint import CheckpointCopy
-from stratagem.state.file_pair import flush, turn
+from stratagem.state.file_pair import flush, told, turn
 
 log = logging.getLogger("stratagem")
 
@@ -100,18 +99,13 @@ class CheckpointFolder:
     def write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
         """Commit a checkpoint, and remove the oldest beyond `keep`; `position` goes into the
         manifest and has the number of steps."""
-        try:
+        left = "Those that were saved there before are as they were."
+        with told(self.path, f"a checkpoint could not be saved in {self.path}", left):
             self.path.mkdir(parents=True, exist_ok=True)
             with turn(self.path / ".lock"):
                 self._tidy()
                 return self._write(snapshot, position)
-        except UsageError:
-            raise
-        except (OSError, RuntimeError, SafetensorError) as problem:
-            raise OSError(
-                f"a checkpoint could not be saved in {self.path}: {problem}. Those that were saved "
-                "there before are as they were."
-            ) from problem
+        raise AssertionError("told() raises or lets pass")
 
     def _write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
         before = self.names()

@@ -27,11 +27,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from stratagem.errors import UsageError
 
 log = logging.getLogger("stratagem")
 
 _NUMBER = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"  # inside the folder of a save
+#: as safetensors and HDF5 write an error of the system
+_NUMBERED = re.compile(r"(?:os error |errno = )(\d+)")
+_ERRORS = (OSError, RuntimeError, SafetensorError)
 _PAUSE, _LONG = 0.02, 10.0  # seconds between two tries for the lock, and before a warning
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre without -o flock, for one
 
@@ -114,6 +122,35 @@ class FilePair:
 
     def _beside(self, ending: str) -> Path:
         return self.weights.with_name(f"{self.weights.stem}.{ending}")
+
+
+@contextmanager
+def told(where: Path, what: str, left: str, of: tuple[Any, ...] = _ERRORS) -> Iterator[None]:
+    """Tell why files could not be written: the system's reason, if that is known, with its number;
+    libraries tell a full disk in their own words."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except of as problem:
+        number = _number_of(problem)
+        if number is None:
+            raise OSError(f"{what}: {problem}. {left}") from problem
+        free = f"make room in {where} and save again; " if number == errno.ENOSPC else ""
+        why = os.strerror(number)
+        raise OSError(number, f"{free}{what}: {why} ({where}). {left}") from problem
+
+
+def _number_of(problem: BaseException | None) -> int | None:
+    """The system's number of an error, or of one that it came of."""
+    while problem is not None:
+        named = _NUMBERED.search(str(problem))
+        if isinstance(problem, OSError) and problem.errno:
+            return problem.errno
+        if named:
+            return int(named[1])
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 def flush(path: Path) -> None:

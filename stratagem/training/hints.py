@@ -42,12 +42,16 @@ def warn_of_batchnorm(model: nn.Module, replica: Replica, remedy: str) -> None:
     """Warn of layers that normalise over a replica's rows, not over the batch."""
     layer = next((part for part in model.modules() if isinstance(part, BatchNorm)), None)
     if layer is not None and layer.training and replica.is_chief:
-        log.warning(
-            "the model has %s layers, and each replica normalises over its own rows, so weights "
-            "are not quite those of one device; %s.",
-            type(layer).__name__,
-            remedy,
-        )
+        tell_of_batchnorm(layer, remedy)
+
+
+def tell_of_batchnorm(layer: nn.Module, remedy: str) -> None:
+    log.warning(
+        "the model has %s layers, and each replica normalises over its own rows, so weights are "
+        "not quite those of one device; %s.",
+        type(layer).__name__,
+        remedy,
+    )
 
 
 def warn_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], int]) -> bool:

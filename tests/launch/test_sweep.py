@@ -34,7 +34,7 @@ args = parser.parse_args()
 folder = pathlib.Path(os.environ["STRATAGEM_TRIAL"])
 number = int(folder.name.split("-")[1])
 def note(file, *words):
-    with open(file, "a") as out:
+    with open(pathlib.Path(__file__).resolve().parent / file, "a") as out:
         print(*words, file=out, flush=True)
 def epoch(**numbers):
     note(folder / "metrics.jsonl", json.dumps(numbers))
@@ -126,7 +126,7 @@ def test_everything_of_a_trial_is_in_its_folder(
     assert sweep("--trials", "1", "--sampler", "tpe", "--", "--wait", "0") == 0
     folder = Path("out/trial-000")
     found = {path.name for path in folder.iterdir()}
-    assert found == {"args.json", "log", "metrics.jsonl", "model.txt"}
+    assert found == {"args.json", "files", "log", "metrics.jsonl", "model.txt"}
     args = json.loads((folder / "args.json").read_text())
     assert args["command"][1:4] == ["train.py", "--wait", "0"]
     assert (folder / "model.txt").read_text() == args["flags"]["--lr"]
@@ -134,6 +134,18 @@ def test_everything_of_a_trial_is_in_its_folder(
     text = capsys.readouterr().out
     assert "trial 0 begins in slot 0: --lr" in text and "1 of 1 trials ended: 1 done" in text
     assert "\033" not in text
+
+
+def test_files_of_trials_are_apart(write: Write) -> None:
+    """They read the same data by its name, and what they write under one name is each trial's."""
+    Path("data").mkdir()
+    Path("data/rows.txt").write_text("rows")
+    text = 'pathlib.Path("data/rows.txt").read_text() + str(args.lr)'
+    write(f'pathlib.Path("fitted").write_text({text})')
+    assert sweep("--trials", "3", "--slots", "2") == 0
+    wrote = {f"rows{row['--lr']}" for row in table()}
+    assert {file.read_text() for file in Path("out").glob("*/files/fitted")} == wrote
+    assert len(wrote) == 3 and not Path("fitted").exists()
 
 
 def test_the_journal_is_one_that_optuna_reads(write: Write) -> None:

@@ -72,7 +72,8 @@ class BackupFiles:
     def write(self, weights: Path, metadata: Path, replicas: Path, number: str) -> None:
         self.save_weights(weights, overwrite=True)
         metadata.write_text(json.dumps(self.metadata))
-        torch.save({**self.progress, "pair": number}, replicas)
+        with replicas.open("wb") as out:
+            torch.save({**self.progress, "pair": number}, out)
 
 
 class Batches:

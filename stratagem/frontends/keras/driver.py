@@ -32,7 +32,7 @@ from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
 from stratagem.figures.recorder import is_recording
 from stratagem.figures.trial_record import model_path
-from stratagem.frontends.hooks import refuse_on_parameters
+from stratagem.frontends.hooks import refuse_on_parameters, warn_of_batchnorm
 from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica_progress
 from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import (
@@ -49,6 +49,7 @@ from stratagem.frontends.keras.model_pickle import number_of, optimizers
 from stratagem.frontends.keras.quiet_loop import quiet_loop
 from stratagem.frontends.keras.refusals import refuse_model
 from stratagem.frontends.keras.row_check import check_step
+from stratagem.frontends.keras.whole_file import whole_file
 from stratagem.frontends.row_trials import CheckSchedule
 from stratagem.state.keras_stepper import fuse
 from stratagem.strategies.strategy import Strategy, checks_rows
@@ -252,6 +253,8 @@ class Driver:
         refuse_model(self.model)
         if call.trains:
             refuse_on_parameters(self.strategy, self.model)
+            layers = self.model._flatten_layers()
+            warn_of_batchnorm(self.strategy, self.model, layers, keras.layers.BatchNormalization)
         return self.side.start(call)
 
     @contextmanager
@@ -346,7 +349,8 @@ class Driver:
     def read(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Gather counts and state before metrics or weights are read or saved."""
         self.settle(counts=name == "get_metrics_result", state=name in _FILES)
-        found = self.own(name)(*args, **kwargs)
+        run = self.own(name)
+        found = (whole_file(run) if name in _FILES[:2] else run)(*args, **kwargs)
         # the optimizer's name as every backend knows it, so that any of them opens the file
         return public_names(found) if name == "get_compile_config" else found
 
