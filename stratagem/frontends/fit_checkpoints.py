@@ -74,6 +74,7 @@ class FitCheckpoints:
         if self._is_chief:
             assert plan is not None
             self._writer = CheckpointWriter(CheckpointFolder(plan.path, plan.keep))
+            self._writer.open(successor=job.journal is not None)
             schedule = self._agreement.schedule
             assert schedule is not None
             if job.last_saved is None:
@@ -98,7 +99,7 @@ class FitCheckpoints:
             self._agreement.termination.__exit__(kind, error, trace)
         if self._is_chief:
             try:
-                self._writer.wait()
+                self._writer.close()
             except Exception:  # must not replace the user's own exception
                 if error is None:
                     raise

@@ -13,6 +13,7 @@ checksums, and falls back to the checkpoint before a damaged one.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -20,10 +21,11 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +43,7 @@ log = logging.getLogger("stratagem")
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _HIDDEN = re.compile(r"\.\d{6,}-step-\d+\.(part|old)-[0-9a-f]{16}")
 _FILES = ("model.safetensors", "model.state.pt")
+_TRAINING = ".training"
 _MANIFEST = "manifest.json"
 _FORMAT = 1
 _CHUNK = 1 << 20
@@ -88,6 +91,39 @@ class CheckpointFolder:
         self, path: str | os.PathLike[str], keep: int = 3, files: Sequence[str] = _FILES
     ) -> None:
         self.path, self._keep, self._files = Path(path), keep, files
+
+    @contextmanager
+    def held(self, *, successor: bool = False) -> Iterator[None]:
+        """Keep other trainings out of the folder. `successor`: the process before this one may
+        still stand still somewhere, so that this is only told."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / _TRAINING
+        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            # of a process, so that replicas, which are forked, do not hold it
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(opened, 0)
+            os.write(opened, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BlockingIOError:
+            other = os.read(opened, 200).decode(errors="replace") or "another process"
+            os.close(opened)
+            text = (
+                f"give this training a checkpoint folder of its own, or end the other: {other} "
+                f"trains and keeps its checkpoints in {self.path}, and both would write over each "
+                "other."
+            )
+            if not successor:
+                raise UsageError(text) from None
+            log.warning(text)
+            yield
+            return
+        except OSError as problem:
+            log.info("%s cannot be locked: %s", file, problem)
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+            os.close(opened)
 
     def names(self) -> list[Path]:
         """Return the committed checkpoints, the oldest first."""
@@ -236,6 +272,16 @@ class CheckpointWriter:
         self.folder = folder
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
+        self._held = ExitStack()
+
+    def open(self, *, successor: bool) -> None:
+        """Keep other trainings out of the folder, until `close`."""
+        self._held.enter_context(self.folder.held(successor=successor))
+
+    def close(self) -> None:
+        """Wait until everything is written, and let others in."""
+        with self._held:
+            self.wait()
 
     def save(self, snapshot: CheckpointCopy, position: dict[str, Any]) -> None:
         """Begin to write, after waiting for the last one; raise the error of that, if any."""

@@ -40,6 +40,7 @@ _WEIGHTS, _STATE = "weights.safetensors", "state.pt"  # inside the folder of a s
 #: as safetensors and HDF5 write an error of the system
 _NUMBERED = re.compile(r"(?:os error |errno = )(\d+)")
 _ERRORS = (OSError, RuntimeError, SafetensorError)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAUSE, _LONG = 0.02, 10.0  # seconds between two tries for the lock, and before a warning
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre without -o flock, for one
 
@@ -126,19 +127,18 @@ class FilePair:
 
 @contextmanager
 def told(where: Path, what: str, left: str, of: tuple[Any, ...] = _ERRORS) -> Iterator[None]:
-    """Tell why files could not be written: the system's reason, if that is known, with its number;
-    libraries tell a full disk in their own words."""
+    """Tell why files could not be written; libraries tell a full disk in words of their own."""
     try:
         yield
     except UsageError:
         raise
     except of as problem:
         number = _number_of(problem)
-        if number is None:
+        if number not in _FULL:
             raise OSError(f"{what}: {problem}. {left}") from problem
-        free = f"make room in {where} and save again; " if number == errno.ENOSPC else ""
         why = os.strerror(number)
-        raise OSError(number, f"{free}{what}: {why} ({where}). {left}") from problem
+        text = f"make room in {where} and save again; {what}: {why} ({where}). {left}"
+        raise OSError(number, text) from problem
 
 
 def _number_of(problem: BaseException | None) -> int | None:

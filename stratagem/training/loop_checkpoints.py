@@ -171,6 +171,8 @@ class LoopCheckpoints:
         if not self._loaded:
             self._go_on()
         self._begin()
+        if self.plan is not None and self.replica.is_chief:
+            self._writer.open(successor=self.elastic)
         saved, self._open = True, True
         try:
             with self._terminable():
@@ -185,7 +187,7 @@ class LoopCheckpoints:
         finally:  # also where the loop is left early
             self._open = False
             if self.plan is not None:
-                self._writer.wait()
+                self._writer.close()
 
     def _begin(self) -> None:
         """Begin the epochs that are left."""
