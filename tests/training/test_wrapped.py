@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed as dist
+import torch.distributed
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -19,6 +19,8 @@ import stratagem as sg
 from tests.support import data, in_step, mlp
 
 pytestmark = pytest.mark.timeout(60)
+
+dist: Any = torch.distributed  # which does not say that it has all of its own names
 
 #: a model, its optimizer and a loader
 Given = tuple[Any, Any, Any]
