@@ -8,7 +8,7 @@ JOBS ?= 2
 # Tests start hundreds of interpreters: what one has compiled is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-large test test-slow test-exhaustive test-late style lint bench reliability studies docs release clean
+.PHONY: help demo demo-large test test-slow test-exhaustive test-late test-versions style lint bench reliability studies docs release clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
@@ -16,6 +16,7 @@ help:
 	@echo "make test    style, types, and all tests but the slow ones"
 	@echo "make test-slow  those: whole programs, notebooks and studies from their start"
 	@echo "make test-late  the tests that a run has listed in STRATAGEM_SECOND_TRIES, once more and alone"
+	@echo "make test-versions  the core under other versions of Python, torch and Keras; ONLY=newest: one of them"
 	@echo "make test-exhaustive  variants of both that CI leaves out, and a minute of chaos"
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
@@ -61,6 +62,9 @@ test-late: $(READY)
 	@if [ -s "$(STRATAGEM_SECOND_TRIES)" ]; then \
 		STRATAGEM_ALONE=1 $(BIN)/python -m pytest "@$(STRATAGEM_SECOND_TRIES)"; \
 	fi
+
+test-versions: $(READY)
+	$(BIN)/python tests/versions.py $(ONLY)
 
 reliability: $(READY)
 	$(BIN)/python benchmarks/reliability/reliability.py --write
