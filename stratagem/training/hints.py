@@ -72,9 +72,10 @@ def warn_of_hooks(model: nn.Module, replica: Replica, ours: Callable[[Tensor], i
     return False
 
 
-def was_read(replica: Replica, mine: int, total: int) -> None:
-    """Note that a loader without a model was read to its end, and nothing was trained."""
-    if replica.count > 1 and "unsummed" not in replica.loop.warned:
+def was_read(replica: Replica, mine: int, total: int, uncombined: int) -> None:
+    """Note that a loader without a model was read to its end, and nothing was trained. A loop that
+    combines something for each batch, and leaves none `uncombined`, has added up as it went."""
+    if replica.count > 1 and uncombined > 0 and "unsummed" not in replica.loop.warned:
         replica.loop.unsummed = mine, total, replica.loop.combined
 
 

@@ -289,19 +289,21 @@ class NestedLoader(LoaderWrapper):
         passes = reader.passes if reader is not None else 0
         before = (share.examples, share.total, share.weight) if share.announced else None
         meetings.meet(replica)
-        mine = total = 0
+        mine = total = batches = 0
+        combined = replica.loop.combined
         borrowed: list[int] = []
         try:
             for batch in self.loader:
                 if not share.examples:
                     borrowed.append(mine + len(borrowed))
                 mine, total = mine + share.examples, total + share.total
+                batches += 1
                 yield batch
             replica.loop.borrowed[mine + len(borrowed)] = borrowed
             if before is None:
                 share.forget(replica.count)
             if reader is None or reader.passes == passes:
-                hints.was_read(replica, mine, total)
+                hints.was_read(replica, mine, total, combined + batches - replica.loop.combined)
         finally:  # also after next(iter(loader)), whose batch stays in use
             if before is not None:
                 share.set(*before)

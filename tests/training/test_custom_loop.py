@@ -502,6 +502,34 @@ def test_an_evaluation_that_is_not_added_up_is_told(
     assert ("a loader of 21 rows was read in shares" in caplog.text) is not adds_up
 
 
+@pytest.mark.parametrize("how", ["mean", "gather", "every other"])
+def test_an_evaluation_that_combines_each_batch_is_told_nothing(
+    how: str, fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(5)
+    model = mlp()
+
+    def test() -> float:
+        total = 0.0
+        loader = fresh.prepare(DataLoader(TensorDataset(x, y), batch_size=2))
+        with torch.no_grad():
+            for i, (a, b) in enumerate(loader):
+                loss = F.cross_entropy(model(a), b, reduction="none")
+                if how == "mean":  # batches of 2, 2 and 1 rows
+                    total += fresh.mean(loss.mean()) * min(2, 5 - 2 * i)
+                elif how == "gather":
+                    total += float(fresh.gather(loss).sum())
+                elif i % 2:
+                    fresh.mean(loss.mean())
+        return total
+
+    total = fresh.run(test)[0]
+    with torch.no_grad():
+        alone = float(F.cross_entropy(model(x), y, reduction="sum"))
+    assert how == "every other" or total == pytest.approx(alone, rel=1e-5)
+    assert ("read in shares" in caplog.text) is (how == "every other")
+
+
 def test_training_on_a_loader_by_itself_is_no_evaluation(
     fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
