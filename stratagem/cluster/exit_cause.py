@@ -1,4 +1,5 @@
-"""Under `stratagem run`, a task that ends because of another one tells the launcher which.
+"""Under `stratagem run`, a task tells the launcher whether it took part in the job, and where it
+ends because of another one, which.
 
 A failing task notifies its peers before it ends, and they may end sooner: the order in which
 processes end does not say which failed first.
@@ -7,6 +8,7 @@ processes end does not say which failed first.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -17,7 +19,11 @@ from stratagem.errors import StratagemError
 #: the path of a file to which the task writes the name of the one that failed
 VARIABLE = "STRATAGEM_BLAME"
 
+#: what the file beside it says: a task has made a strategy, and computes with the others
+JOINED, COMPUTES = "joined", "computes"
+
 _reason: BaseException | None = None
+_said: Path | None = None
 
 
 def at_exit(environ: Mapping[str, str]) -> None:
@@ -25,6 +31,25 @@ def at_exit(environ: Mapping[str, str]) -> None:
     if path := environ.get(VARIABLE):
         atexit.unregister(_write_cause)
         atexit.register(_write_cause, path, os.getpid())
+        _say(part_of(path), JOINED)
+
+
+def part_of(path: str | Path) -> Path:
+    """The file that says which part a task took."""
+    return Path(f"{path}.part")
+
+
+def took_part() -> None:
+    """Note that this task computes something together with others."""
+    if _said is not None:
+        _say(_said, COMPUTES)
+
+
+def _say(file: Path, what: str) -> None:
+    global _said
+    _said = file if what == JOINED else None
+    with contextlib.suppress(OSError):  # the launcher has gone, and its folder with it
+        file.write_text(what)
 
 
 def because(error: BaseException) -> None:

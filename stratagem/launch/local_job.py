@@ -6,11 +6,12 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from stratagem.cluster import exit_cause
 from stratagem.cluster.environment import cores
 from stratagem.cluster.generation_hub import GenerationHub
 from stratagem.cluster.handshake import SECRET_VARIABLE, job_secret
@@ -79,12 +80,31 @@ def launch(
         supervisor = Supervisor(processes, guard, relay, inbox, grace, tracebacks, starter)
         supervisor.run()
         _finish(relay, inbox, hurry=supervisor.stopped is not None)
+        said = alone(processes) if not supervisor.code else ""
     if (first := supervisor.first) is not None:
         assert first.code is not None
         lived = first.ended - first.started
         how = f"{ending(first.code)} (pid {first.pid}) after {lived:.1f} s"
         err.write(f"{last_word(first.task, how, relay.tail(first))}\n".encode())
+    err.write(said.encode())
     return supervisor.code, supervisor.stopped is not None
+
+
+def alone(processes: Sequence[Process]) -> str:
+    """Say which of several tasks have ended well and never took part in the job."""
+    trained = [each for each in processes if each.task.type in ("chief", "worker")]
+    part = {each: each.part for each in trained if each.code == 0}
+    idle = [each for each in part if part[each] != exit_cause.COMPUTES]
+    if len(trained) < 2 or not idle:
+        return ""
+    made = any(part[each] == exit_cause.JOINED for each in idle)
+    who = " and ".join(str(each.task) for each in idle)
+    return (
+        f"stratagem run: {'give your model to the strategy' if made else 'make a strategy'} in the "
+        "script: call fit on a model of its scope, or\n"
+        f"strategy.prepare(model, optimizer, loader). {who} ran the whole script without the\n"
+        "others: all of them did the same work, and wrote the same files.\n"
+    )
 
 
 class _Events:

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from tempfile import mkdtemp
 from typing import Self
 
-from stratagem.cluster.exit_cause import VARIABLE
+from stratagem.cluster.exit_cause import VARIABLE, part_of
 from stratagem.cluster.spec import Task
 from stratagem.errors import UsageError
 
@@ -45,7 +45,7 @@ class Process:
         it runs; by default here."""
         self.task = task
         self.code: int | None = None
-        self.because_of = ""
+        self.because_of = self.part = ""
         self._blame = blame
         self.started = time.monotonic()
         self.ended = self.started
@@ -85,6 +85,8 @@ class Process:
     def reap(self) -> int:
         """Read the exit code, and whom the task blames."""
         self.code = self._popen.wait()
+        with contextlib.suppress(FileNotFoundError):  # the task made no strategy
+            self.part = part_of(self._blame).read_text()
         with contextlib.suppress(FileNotFoundError):  # the task blames no other
             self.because_of = self._blame.read_text()
         return self.code

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stratagem import tracebacks
+from stratagem.cluster import exit_cause
 from stratagem.cluster.membership import Membership
 from stratagem.cluster.spec import Place
 from stratagem.errors import UsageError
@@ -197,6 +198,7 @@ class Strategy(CustomLoopCalls):
                 "strategy.run(train); or name no devices, and start the script with "
                 f"`stratagem run --replicas {len(self.replica_group.devices)} train.py`."
             )
+        exit_cause.took_part()
         return self.replica_group.start()
 
     def reduce(self, op: str, value: Any, axis: int | None = None) -> Tensor:

@@ -49,7 +49,7 @@ note(name, json.dumps(dict(found, argv=sys.argv[1:], cmdline=open("/proc/self/cm
 
 def test_every_task_finds_its_place(launcher: Launcher) -> None:
     code, out, err = launcher.finish(SHOW, "--workers", "2", "--ps", "1", "--evaluator")
-    assert (code, out, err) == (0, "", "")
+    assert (code, out) == (0, "") and "ran the whole script" in err  # it made no strategy
     names = {
         "worker0": ("worker", 0),
         "worker1": ("worker", 1),
@@ -153,7 +153,8 @@ def test_a_port_in_use_is_named(launcher: Launcher) -> None:
 
 
 def test_all_well_is_silent_zero(launcher: Launcher) -> None:
-    assert launcher.finish("", "--workers", "3") == (0, "", "")
+    script = "import stratagem as sg; sg.MultiWorkerMirroredStrategy().run(int)"
+    assert launcher.finish(script, "--workers", "3") == (0, "", "")
 
 
 @pytest.mark.parametrize(
@@ -490,3 +491,36 @@ time.sleep(60)
     _, said = running.communicate(timeout=PATIENCE)
     assert running.returncode == 75, said
     assert "starting it again" not in said
+
+
+PLAIN = """
+import torch, stratagem as sg
+strategy = sg.MultiWorkerMirroredStrategy() if {made} else None
+net = torch.nn.Linear(2, 1)
+if {given}:
+    rows = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net, optimizer, loader = strategy.prepare(
+        net, optimizer, torch.utils.data.DataLoader(rows, batch_size=2))
+    for x, y in loader:
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "said"),
+    [
+        (False, False, "stratagem run: make a strategy in the script"),
+        (True, False, "stratagem run: give your model to the strategy"),
+        (True, True, ""),
+    ],
+)
+def test_tasks_that_train_by_themselves_are_told_of(
+    made: bool, given: bool, said: str, launcher: Launcher
+) -> None:
+    code, _, err = launcher.finish(PLAIN.format(made=made, given=given), "--replicas", "2")
+    assert code == 0
+    assert said in err if said else "the same work" not in err
+    assert ("worker 0 and worker 1 ran the whole script" in err) == bool(said)
