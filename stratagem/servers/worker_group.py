@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from stratagem.cluster import exit_cause
 from stratagem.cluster.environment import cores
 from stratagem.cluster.failure import is_server_lost
 from stratagem.cluster.handshake import secret_for
@@ -193,7 +192,6 @@ class WorkerGroup:
         sent: Sent = None,
         again: Again | None = None,
     ) -> list[Any]:
-        exit_cause.took_part()
         with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.cluster import exit_cause
 from stratagem.cluster.membership import Membership
 from stratagem.data.shares import Ordering
 from stratagem.data.streams import RandomStreams
@@ -272,6 +273,7 @@ _turn = threading.RLock()
 
 def turn() -> AbstractContextManager[object]:
     """Calls of several threads take turns: there is one replica that a call runs on."""
+    exit_cause.took_part()
     return _turn
 
 

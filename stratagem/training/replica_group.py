@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from stratagem import tracebacks
-from stratagem.cluster import exit_cause
 from stratagem.cluster.generations import Generations
 from stratagem.cluster.membership import Failure, Membership
 from stratagem.cluster.spec import Place
@@ -220,7 +219,6 @@ class ReplicaGroup:
         again: Again | None = None,
     ) -> list[Any]:
         """Run `function` on every replica of this process; `sent` is what followers get instead."""
-        exit_cause.took_part()
         with self._lock, turn():
             if called_replica() is not None:
                 raise UsageError(
