@@ -167,6 +167,7 @@ def _sent(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     plain = type(value) is Tensor and value.grad_fn is None and value.layout is torch.strided
+    plain = plain and not value.is_meta  # Keras builds a model on tensors without data
     return (Tensor, id(value), *_place(value)) if plain else _NOT
 
 

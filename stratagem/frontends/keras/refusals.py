@@ -75,6 +75,11 @@ def _check_own(model: Any) -> None:
             "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
             "and the metrics to compile(), or use a MirroredStrategy."
         )
+    if model._compile_loss is None:
+        raise NotDistributable(
+            "give the loss to compile(), or use a MirroredStrategy: the model was compiled without "
+            "one, and a stage does not know what a loss that layers add (add_loss) is divided by."
+        )
 
 
 def _check_layers(model: Any, pipeline: Pipeline) -> None:

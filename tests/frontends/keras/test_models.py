@@ -107,6 +107,33 @@ def test_subclassed_and_unbuilt() -> None:
     trains_alike(Listed)
 
 
+class Scored(keras.layers.Layer):
+    """Keeps a tensor of its last call, as attention layers keep their scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(6)
+        self.scores: Any = None
+
+    def call(self, x: Any) -> Any:
+        found = self.inner(x)
+        self.scores = ops.softmax(found)
+        return found * self.scores
+
+
+class Looking(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored, self.out = Scored(), layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.scored(x))
+
+
+def test_a_layer_that_keeps_a_tensor_of_its_last_call() -> None:
+    trains_alike(Looking)
+
+
 def test_nested_models_and_shared_layers() -> None:
     def build() -> Any:
         x = keras.Input((8,))

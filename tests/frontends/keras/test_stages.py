@@ -482,6 +482,7 @@ def test_refusals(pipe: Pipe) -> None:
         ("LossScaleOptimizer", deep, {"optimizer": lambda: scaled()}),
         ("writes to .*spectral", stacked(Spectral(name="spectral")), {}),
         ("adds a loss of its own", stacked(Adding()), {}),
+        ("give the loss to compile", stacked(Adding()), {"loss": None}),
     ]
     for words, build, compiled in cases:
         with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=words):
