@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from stratagem.data.loader import LoaderWrapper
 from stratagem.errors import NotDistributable
 from stratagem.training.replica import Replica, Share
+from stratagem.training.row_passes import RowPasses
 
 #: the source of batches that `strategy.rows` cuts
 ROWS = "rows"
@@ -78,6 +79,8 @@ class BatchShares:
         self._graphs: dict[Size | None, weakref.WeakSet[_Graph]] = {}
         #: batches whose forward pass may have come before the hooks
         self._unseen: set[Size] = set()
+        #: the backward passes over the latest rows of `strategy.rows`
+        self._passes: RowPasses | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Look at the forward passes of a model as soon as two batches are in hand."""
@@ -103,6 +106,7 @@ class BatchShares:
         if not leaves:
             self._texts.append(batch)
         self._unused.add(batch)
+        self._passes = RowPasses(tree) if source is ROWS else None
 
     def end(self, source: object) -> None:
         """End a pass over a loader: the body of a loop has run over its last batch."""
@@ -138,6 +142,13 @@ class BatchShares:
             )
         self._force(size)
 
+    def refuse_single_rows(self) -> None:
+        """Refuse a backward pass for each of the rows that `strategy.rows` has returned."""
+        share = self._share
+        if self._passes is not None and 0 < share.examples < share.total:
+            models = [model for found in self._models if (model := found()) is not None]
+            self._passes.begin(share.examples, models)
+
     def backward_over(self) -> None:
         """Note the end of a backward pass."""
         self._fetched_by_backward = self._fetched
@@ -164,6 +175,8 @@ class BatchShares:
         self._continues = not batches and any(_has_graph(leaf) for leaf in leaves)
         if self._continues:
             return
+        if self._passes is not None:
+            self._passes.enter(leaves, whole=bool(batches))
         sizes = {each.size for each in batches}
         self._unseen -= sizes
         self._size = self._guess() if not sizes else sizes.pop() if len(sizes) == 1 else None

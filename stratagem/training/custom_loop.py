@@ -112,6 +112,8 @@ class LossReader:
             backward()  # another model's, which this replica may train alone
             return
         self._batches.find(losses)
+        if self._count is None:
+            self._batches.refuse_single_rows()
         self.is_reading = self._batches.in_backward = True
         self.passes += 1
         if self.passes & (self.passes - 1) == 0:

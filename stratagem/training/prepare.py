@@ -23,6 +23,7 @@ from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.fingerprint import of_arrays
 from stratagem.training.lossy_wire import check_optimizer, forbids_scaler, refuse_scaler
 from stratagem.training.replica import Replica, be, current_replica
+from stratagem.training.row_passes import with_columns
 from stratagem.training.settings import Settings
 from stratagem.training.sharded_exchange import SharedUpdate, refuse_loop
 from stratagem.training.step_figures import figures_of
@@ -351,6 +352,7 @@ def rows_of_share(replica: Replica, batch: Any) -> Any:
     mine, examples, total = own_rows(batch, replica.count, replica.index)
     replica.share.set(examples, total)
     if replica.count > 1:
+        mine = with_columns(mine, max(examples, 1))
         shares_of(replica).fetched(mine, ROWS)
     replica.loop.cuts += 1
     cuts = replica.loop.cuts
