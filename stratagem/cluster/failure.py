@@ -119,13 +119,18 @@ _WORDS: dict[Kind, tuple[type[ReplicaError], str]] = {
 
 # --- errors of a job with servers ---------------------------------------------------------------
 
+_AGAIN = (
+    "Start the job again: fit(..., checkpoint=, resume=True) goes on from its last checkpoint, "
+    "without one it begins anew."
+)
+
 
 def server_lost(name: str, why: str = "") -> ReplicaLost:
     """Return the error that ends a job whose server has died."""
     seen = f" ({why})" if why else ""
     return ReplicaLost(
         f"{name} is gone{seen}, and a share of the parameters with it, so the job ends. Its own "
-        "output says why; the last checkpoint is whole. Start the job again from there.",
+        f"output says why. {_AGAIN}",
         name,
     )
 
@@ -133,8 +138,7 @@ def server_lost(name: str, why: str = "") -> ReplicaLost:
 def chief_lost(name: str, why: str) -> ReplicaLost:
     """Return the error that ends a job whose chief has died."""
     return ReplicaLost(
-        f"{name}, the chief, is gone ({why}), so the job ends. Start it again from the last "
-        "checkpoint.",
+        f"{name}, the chief, is gone ({why}), so the job ends. {_AGAIN}",
         name,
     )
 
@@ -142,8 +146,7 @@ def chief_lost(name: str, why: str) -> ReplicaLost:
 def hangs(name: str, text: str) -> ReplicaStalled:
     """Return the error that ends a job in which a task that it needs is silent; `text` says it."""
     return ReplicaStalled(
-        f"{text}: its machine, or the network between, hangs. The last checkpoint is whole; start "
-        "the job again from there.",
+        f"{text}: its machine, or the network between, hangs. {_AGAIN}",
         name,
     )
 

@@ -84,7 +84,8 @@ class WorkerGroup:
         self._children: LocalWorkers | None = None
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        self._last: Stats | None = None
+        #: the statistics of the last call, or the error that it ended with
+        self._last: Stats | BaseException | None = None
         self._left = False
         #: the devices of one worker of a cluster, where it has several
         self._group: ReplicaGroup | None = None
@@ -273,6 +274,7 @@ class WorkerGroup:
         better = _blamed(error, self._children, self._servers)
         if self.cluster is not None:
             self._end()
+            self._last = better
         elif not isinstance(error, Exception) or _lost_a_device(self._group, error):
             self._left = True  # Ctrl-C, sys.exit: leaving, not failing
         elif not isinstance(error, ReplicaError):
@@ -300,9 +302,15 @@ class WorkerGroup:
 
     def stats(self) -> Stats:
         """The statistics of the current or last training; any thread may ask."""
-        worker = self.worker
-        found = worker.stats() if worker is not None else None
-        return found or self._last or Stats()
+        worker, last = self.worker, self._last
+        if worker is not None:
+            return worker.stats() or (last if isinstance(last, Stats) else Stats())
+        if isinstance(last, BaseException):
+            raise UsageError(
+                "ask for the statistics while the servers run, in a callback: the last call ended "
+                f"in an error ({type(last).__name__}), and its servers with it."
+            ) from last
+        return last or Stats()
 
     def report(self, error: BaseException) -> None:
         if os.getpid() == self._owner and self.worker is not None and not self._left:

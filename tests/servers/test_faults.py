@@ -383,12 +383,14 @@ def test_a_killed_server_ends_the_training(made: Any, which: int) -> None:
     def named_after() -> float:
         assert works(strategy)
         everybody = [*worker_pids(strategy), *ps_pids(strategy)]
-        words = f"ps {which} is gone.*last checkpoint"
+        words = f"ps {which} is gone.*Start the job again: .*resume=True"
         with pytest.raises(sg.ReplicaLost, match=words) as caught, beside(kill):
             count(strategy, epochs=1000, pause=0.01)
         seconds = time.monotonic() - fell[-1]
         assert caught.value.who == f"ps {which}"
         wait_for(lambda: not any(runs(pid) for pid in everybody))
+        with pytest.raises(sg.UsageError, match=r"in a callback: .*\(ReplicaLost\)"):
+            strategy.stats()  # no number: what there was went with the servers
         return seconds
 
     in_time(named_after(), PROMISED)
