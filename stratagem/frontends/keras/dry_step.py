@@ -15,6 +15,7 @@ from torch import Tensor
 from stratagem.frontends.keras.adapter import Attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
+from stratagem.frontends.keras.row_means import own_states
 from stratagem.frontends.keras.step_logs import user_metrics
 from stratagem.frontends.row_trials import Outcome, copied
 from stratagem.training.isolated_run import Replacement, dry_run, norms_by_row, replaced
@@ -56,6 +57,8 @@ class Run(Outcome):
     counts: dict[int, list[Tensor]] = field(default_factory=dict)
     #: by metric, the values before, to whose size counts are rounded
     bases: dict[int, list[Tensor]] = field(default_factory=dict)
+    #: by variable that the user's step may write to: the value before, and the change
+    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     #: the user's own metrics that were updated
     given: list[Any] = field(default_factory=list)
 
@@ -66,6 +69,8 @@ class Bench:
     def __init__(self, model: Any, step: str) -> None:
         self.model, self.step = model, step
         self.trains = step == "train_step"
+        #: variables that are not trained, of the user's own layers
+        self.states = own_states(model) if self.trains else []
         self._modules = modules_of(model)
         self._norms = _norms_by_row(model, self._modules) if self.trains else []
 
@@ -95,9 +100,12 @@ class Bench:
                 held.enter_context(whole_activity(model, trial))
             type(model).reset_metrics(model)  # beside a long epoch's sums small counts are rounded
             run.bases = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
+            grounds = [_plain(v) for v in self.states]
             for batch in batches:
                 returned = own(batch)
             returned = keras.tree.map_structure(copied, returned)
+            states = zip(grounds, self.states, strict=True)
+            run.moves = [(before, _plain(v) - before) for before, v in states]
             counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
         run.epsilon = journal.epsilon
         run.gradients = [gradient for each in run.passes for gradient in each]

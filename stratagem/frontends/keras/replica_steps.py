@@ -20,6 +20,7 @@ from stratagem.frontends.keras.adapter import (
     trainable,
 )
 from stratagem.frontends.keras.denominators import SharedPart, synchronise
+from stratagem.frontends.keras.row_means import own_states, weigh
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.keras_stepper import fuse
 from stratagem.training.exchange import GradientExchange, open_exchange
@@ -49,6 +50,9 @@ class ReplicaSteps:
         #: by replica, from a backup: the state that the next committer loads
         self._kept: list[dict[str, Any]] = []
         self._trainable: list[bool] = []
+        #: what the user's step may set to means over its rows, and what it has written to
+        self._states: list[Any] = []
+        self._written = TensorTracker()
         self.verbs: dict[str, Callable[..., Any]] = {
             "become": self.become,
             "follow": self.follow,
@@ -99,6 +103,7 @@ class ReplicaSteps:
             if not adapter.replica.is_chief:  # the chief undoes its steps by `StepUndo`
                 apart.remember()
             apart.uncounted = True
+        self._written.mark([v.value for v in self._states])
         try:
             with nullcontext() if self.committer is None else self._reducing(self.committer):
                 result = adapter.play("train_step", data)
@@ -107,6 +112,8 @@ class ReplicaSteps:
         if self.committer is not None and not isinstance(apart, LocalUpdates):
             self.committer.sync()
         self._figures.step(adapter.replica.share.examples)
+        if self._states:
+            weigh(self._states, self._written.changes(), adapter.replica)
         if total < adapter.replica.count:
             self._share_state()
         return result
@@ -126,6 +133,8 @@ class ReplicaSteps:
         trained = model.trainable_variables
         named = [(f"{v.name} (variable {places[id(v)]})", v.value) for v in trained]
         self._trainable = trainable(model)
+        # replicas that meet now and then average all state at the end
+        self._states = own_states(model) if self.settings.sync is None else []
         if not named:
             return  # Keras trains nothing then, and counts
         check_optimizer(self.settings, model.optimizer, replica)

@@ -103,6 +103,27 @@ def _compare(
     ]
     everything = [gradient for each in passes for gradient in each[0]]
     compare_gradients(_judge(bench.model), everything, parts, tolerance, sizes)
+    _compare_states(bench, whole, shares, sizes, tolerance)
+
+
+def _compare_states(
+    bench: Bench, whole: Run, shares: list[Run], sizes: list[int], tolerance: Tolerance
+) -> None:
+    """Raise if a step sets a variable to something else than a mean over rows."""
+    moves = zip(bench.states, whole.moves, *(run.moves for run in shares), strict=True)
+    for variable, (before, change), *parts in moves:
+        mean = sum(run.weight * part for run, (_, part) in zip(shares, parts, strict=True))
+        size = max(float(each.abs().max()) for each in (change, *(part for _, part in parts)))
+        rounding = tolerance.own * size + 8 * whole.epsilon * float(before.abs().max())
+        if not torch.allclose(change, mean, 0.0, rounding, equal_nan=True):
+            raise NotDistributable(
+                f"what train_step sets {variable.path!r} to is not a mean over the rows: "
+                f"{sum(sizes)} rows at once change it by up to {float(change.abs().max()):.4g}, "
+                f"shares of {' and '.join(map(str, sizes))} by {float(mean.abs().max()):.4g} in "
+                "their mean, so replicas cannot make one device's value of theirs; take a mean in "
+                "place of a sum or a maximum, clip and round where it is read, count in a metric "
+                "(keras.metrics.Sum), or use one device."
+            )
 
 
 def _compare_counts(

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stratagem.errors import UsageError
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter
 from stratagem.frontends.keras.driver import Driver
+from stratagem.frontends.keras.row_means import own_states
 from stratagem.frontends.keras.step_logs import nested
 from stratagem.frontends.keras.worker import TicketWorker
 from stratagem.frontends.keras.worker_session import KerasSession
@@ -204,10 +205,21 @@ class ServerTraining:
         changes: list[tuple[int, Tensor]] = []
         for each, tensor in zip(zip(*statistics, strict=True), floats, strict=False):
             if any(not torch.equal(each[0].cpu(), other.cpu()) for other in each[1:]):
+                self._refuse_apart(tensor)
                 tensor.copy_(torch.stack([part.double().cpu() for part in each]).mean(0))
                 changes.append((numbers[id(tensor)], tensor.detach().cpu().clone()))
         if changes:  # for the other workers
             self.announce("weights", changes)
+
+    def _refuse_apart(self, tensor: Tensor) -> None:
+        """In step: raise if this is what the user's step sets from rows, not a batch norm's."""
+        states = own_states(self._adapter.model) if self.session.plan.in_step else []
+        for path in (v.path for v in states if v.value is tensor):
+            raise NotDistributable(
+                f"train_step set {path!r} from the rows of the batch, of which each worker has "
+                "others; use a MirroredStrategy, which takes the mean over rows after each step, "
+                "keep such numbers in a metric (keras.metrics), or use one worker."
+            )
 
     def announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:
         """Send changes to the other workers with all further tickets; the newest of each counts."""

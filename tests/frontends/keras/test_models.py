@@ -990,6 +990,59 @@ def test_layer_that_counts_steps(rows: int) -> None:
     )
 
 
+class Watching(keras.Model):
+    """A step sets two variables from the rows of the batch, and a third from weights."""
+
+    def __init__(self, state: Any = ops.mean, dtype: str = "float32") -> None:
+        super().__init__()
+        self.dense, self.state = layers.Dense(3), state
+        kinds = {"trainable": False, "initializer": "zeros"}
+        self.size = self.add_weight((), dtype=dtype, **kinds)
+        self.mean = self.add_weight((8,), **kinds)
+        self.copy = self.add_weight((3,), **kinds)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x - ops.stop_gradient(self.mean))
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        x = data[0].detach()
+        self.size.assign(0.9 * self.size + 0.1 * self.state(x**2))
+        self.mean.assign(0.5 * self.mean + 0.5 * ops.mean(x, axis=0))
+        self.copy.assign(0.9 * self.copy + 0.1 * self.dense.bias)
+        return {"loss": logs["loss"], "size": float(self.size), "held": self.size.value}
+
+
+@pytest.mark.parametrize(("rows", "replicas"), [(37, 2), (37, 3), (33, 2), (35, 3)])
+def test_variables_that_a_step_sets_to_means_over_rows(rows: int, replicas: int) -> None:
+    """The next step starts from those of one device, and logs are the variables' values."""
+    fit = {"x": X[:rows] * np.linspace(0.1, 3, rows, dtype="float32")[:, None], "y": Y[:rows]}
+    trains_alike(Watching, replicas, fit)
+
+
+@pytest.mark.parametrize("state", [ops.sum, ops.max, len], ids=["sum", "maximum", "count"])
+def test_a_variable_set_to_something_else_is_refused(state: Any) -> None:
+    model = compiled(strategy(2).scope, lambda: Watching(state))
+    with pytest.raises(NotDistributable, match=r"sets 'watching.*/variable.* not a mean over"):
+        model.fit(**FIT)
+
+
+def test_a_whole_number_set_from_rows_is_refused() -> None:
+    """It was alike in the rows that were tried."""
+    more = lambda x: 10.0 * (x[-1, 0] > 1)  # noqa: E731
+    model = compiled(strategy(2).scope, lambda: Watching(more, "int32"))
+    x = np.zeros_like(X)
+    x[15] = 2.0
+    with pytest.raises(NotDistributable, match=r"of type int32, from the rows.*each replica has"):
+        model.fit(**FIT | {"x": x, "shuffle": False})
+
+
+def test_a_mean_over_rows_is_refused_on_servers() -> None:
+    model = compiled(served(sg.Synchronous(), 2, 1).scope, Watching)
+    with pytest.raises(NotDistributable, match="from the rows of the batch, of which each worker"):
+        model.fit(**FIT)
+
+
 def test_normalization_and_rescaling() -> None:
     def build() -> Any:
         norm = layers.Normalization()

@@ -415,7 +415,7 @@ def test_dropout_masks_differ_and_repeat_from_one_seed() -> None:
                 index = sg.current_replica().index
                 self.seen.assign(keras.ops.zeros((2, 32)))
                 with torch.no_grad():
-                    self.seen.value[index] = 2.0 * kept.detach().sum(0)  # averaged over two
+                    self.seen.value[index] = 2.0 * kept.detach().mean(0)  # averaged over two
             return kept * self.scale
 
     def masks() -> Any:
