@@ -92,7 +92,7 @@ class GradientExchange(Keeper):
         self._usual_tail = usual.to(self.buckets.tail)
         self._overlaps = overlaps
         self._index = {p: i for i, p in enumerate(params)}
-        self._fired = [False] * len(params)
+        self.fired = [False] * len(params)
         self._under_way: list[Pending] = []
         self._open = False
         #: how many reductions have been completed; what is called after each and after a loader
@@ -136,7 +136,7 @@ class GradientExchange(Keeper):
                 "from workers of one device each: ParameterServerStrategy, "
                 "CentralStorageStrategy(updates=sg.Asynchronous())."
             )
-        self._fired[index] = True
+        self.fired[index] = True
         self.buckets.take(index, param)  # type: ignore[arg-type]
         if self._overlaps:
             self.send(self.buckets.full())
@@ -159,7 +159,7 @@ class GradientExchange(Keeper):
 
     def _begin(self) -> None:
         self._open = True
-        self._fired = [False] * len(self._fired)
+        self.fired = [False] * len(self.fired)
         self.buckets.begin()
         if self.every_backward:
             after_backward(self._finish_by_itself)
@@ -236,8 +236,8 @@ class GradientExchange(Keeper):
         if not self._open:
             self._begin()
         buckets = self.buckets
-        has = list(self._fired)
-        for i, fired in enumerate(self._fired if factors or not all(has) else ()):
+        has = list(self.fired)
+        for i, fired in enumerate(self.fired if factors or not all(has) else ()):
             grad = buckets.params[i].grad
             if not fired and grad is not None:
                 has[i] = True
@@ -284,7 +284,7 @@ class GradientExchange(Keeper):
     def finished_with(self) -> Tensor:
         """End the step: the buckets hold the sums of all replicas; return the notes."""
         self.finished += 1
-        if not all(self._fired):
+        if not all(self.fired):
             self.settle_unused(self.buckets.used.tolist())
         self.after()
         return self.buckets.notes
@@ -294,7 +294,7 @@ class GradientExchange(Keeper):
 
         A lossy wire may send now what it left out of earlier gradients; that counts as one.
         """
-        for i, fired in enumerate(self._fired):
+        for i, fired in enumerate(self.fired):
             if not fired:
                 late = self.reducer.feeds_back and bool(self.buckets.views[i].any())
                 has = used[i] > 0 or late

@@ -344,7 +344,7 @@ def _agree_on_used(committer: LocalUpdates) -> None:
     replica, used = committer.replica, committer.buckets.used
     if getattr(committer.every, "every", 0) == 1:  # the result of one device
         used.copy_(replica.collective.collect(used.to(torch.uint8)).amax(0))
-    elif replica.share.examples or any(committer._fired):
+    elif replica.share.examples or any(committer.fired):
         committer.used = used.clone()
     else:  # no rows here: as in the last update with rows
         trained = [p.requires_grad for p in committer.buckets.params]
