@@ -27,6 +27,7 @@ __all__ = ["BatchNorm", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "
 
 #: private name (tests/compat has an object of each kind), and why it is needed
 PRIVATE = {
+    "Tensor._base": "the tensor whose memory a view has",
     "Tensor._version": "counts writes in place: whether a tensor was changed since",
     "Tensor._backward_hooks": "hooks of the user on a gradient that is put together elsewhere",
     "Tensor._post_accumulate_grad_hooks": "hooks of the user, and ours, on finished gradients",
