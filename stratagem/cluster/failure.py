@@ -135,6 +135,15 @@ def server_lost(name: str, why: str = "") -> ReplicaLost:
     )
 
 
+def job_over() -> ReplicaLost:
+    """Return the error to raise in a worker that needs servers after the job has ended well."""
+    return ReplicaLost(
+        "run the same script on every task: the chief has ended its own, the job is done and the "
+        "servers have ended with it, and this worker still needs them.",
+        "chief",
+    )
+
+
 def chief_lost(name: str, why: str) -> ReplicaLost:
     """Return the error that ends a job whose chief has died."""
     return ReplicaLost(

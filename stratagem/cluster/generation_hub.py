@@ -50,6 +50,12 @@ class HubMembership(Membership):
         """Whether a member has died, stalled or been too late."""
         return name in self._gone
 
+    @property
+    def is_done(self) -> bool:
+        """Whether a member has left of its own accord."""
+        with self._changed:
+            return bool(self._rounds.departed())
+
 
 class GenerationHub(Door):
     """A Door on this machine, whose own thread forms one generation after another.
@@ -103,6 +109,10 @@ class GenerationHub(Door):
     def has(self, name: str) -> bool:
         """Whether this task is in the generation that works or worked last."""
         return name in (self._members[rank].name for rank in self._order)
+
+    def has_lost(self, name: str) -> bool:
+        """Whether this task was lost, and has not come back."""
+        return name in self._lost
 
     def close(self) -> None:
         super().close()
@@ -175,8 +185,12 @@ class GenerationHub(Door):
         return self._open and super()._waits()
 
     def _missing(self) -> list[int]:
-        nobody = self._old is not None and not self._old.still_here
-        return [] if nobody and not self._stayed() else super()._missing()
+        old = self._old
+        if old is None or old.still_here or self._stayed():
+            return super()._missing()
+        # of a job that is done the launcher ends whoever comes too late
+        done = isinstance(old, HubMembership) and old.is_done and not self._patience.over
+        return [r for r in range(len(self._members)) if done and r not in self._present]
 
     def _wrong_call(self, hello: Mapping[str, object]) -> str | None:
         return super()._wrong_call(hello) if self._first else None  # left to `_summary`

@@ -189,13 +189,13 @@ class _TaskStarter(LaunchPolicy):
     def comes_too_late(self, process: Process) -> bool | None:
         """Whether a restarted task had not joined when the job was over: known in an elastic job;
         with servers (None) it may have joined, and be about to end."""
-        name = str(process.task)
-        if self._hub is not None and self._hub.took_part(name) and not self._hub.has(name):
-            return True
+        name, hub = str(process.task), self._hub
+        again = process is not next(each for each in self._started if each.task == process.task)
+        if hub is not None and hub.took_part(name):
+            return not hub.has(name) or (again and hub.has_lost(name))
         # servers end without an error when the job is over
         over = any(each.task.type == "ps" and each.code == 0 for each in self._started)
-        first = next(each for each in self._started if each.task == process.task)
-        return None if over and process is not first else False
+        return None if over and again else False
 
 
 def _finish(relay: Relay, inbox: SignalQueue, *, hurry: bool) -> None:

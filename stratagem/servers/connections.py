@@ -19,7 +19,14 @@ from typing import Any
 
 from torch import Tensor
 
-from stratagem.cluster.failure import Member, error_of, headline, is_server_lost, server_lost
+from stratagem.cluster.failure import (
+    Member,
+    error_of,
+    headline,
+    is_server_lost,
+    job_over,
+    server_lost,
+)
 from stratagem.errors import ReplicaError, ReplicaFailed, ReplicaMissing, StratagemError
 from stratagem.rules.stats import Stats
 from stratagem.servers.peers import TaskHeartbeat
@@ -270,7 +277,7 @@ class Connections(ShardLines):
         try:
             beats = self._call_on_coordinator({"hello": "heartbeat", **hello}, watch)
             self.heartbeat = TaskHeartbeat(beats, patience.answer, self._cut_off)
-            self._visit = self._call_on_coordinator({"hello": "visitor", "name": self._name})
+            self._visit = self._call_on_coordinator({**hello, "hello": "visitor"})
             #: whether every server can map this process's memory
             self.near = os.environ.get(SHARED_MEMORY, "1") != "0" and hosts == {host_identity()}
         except BaseException:
@@ -361,4 +368,5 @@ class Connections(ShardLines):
     def _why(self, i: int) -> ReplicaError:
         """Return why a connection ended; the heartbeat may know the cause."""
         self.has_raised = True
-        return self.heartbeat.await_trouble() or server_lost(f"ps {i}")
+        trouble = self.heartbeat.await_trouble()
+        return trouble or (job_over() if self.heartbeat.over else server_lost(f"ps {i}"))

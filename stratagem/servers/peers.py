@@ -44,7 +44,8 @@ class TaskHeartbeat:
         self.given_up: set[str] = set()
         #: on the chief: called with the figures of every worker
         self.on_figures: Callable[[Mapping[str, Any]], None] | None = None
-        #: called when the coordinator says that the job has ended well
+        #: whether the coordinator has said that the job has ended well; what is called then
+        self.over = False
         self.on_over: Callable[[], None] = lambda: None
         self._on_trouble = on_trouble
         self._changed = threading.Condition()
@@ -121,6 +122,7 @@ class TaskHeartbeat:
             except ValueError as problem:
                 log.warning("figures of a worker make no sense: %s", problem)
         if "over" in note:
+            self.over = True
             self.on_over()  # first: who waits for trouble goes on when this has left
             self.leave(wait=False)
         if "error" in note:

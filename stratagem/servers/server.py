@@ -104,8 +104,8 @@ class Server:
             if self._heartbeat is not None:
                 self._heartbeat.leave()
             for peer in self.peers.present():
-                if peer.server >= 0 and self.failure is None:
-                    peer.tell({"over": 1})
+                if peer.role == "heartbeat" and self.failure is None:
+                    peer.tell({"over": 1})  # else the end of this server looks like its death
                 elif peer.role == "evaluator" and goes_back(
                     self.shard.plan, self.failure, returning=self.returning
                 ):
@@ -207,10 +207,13 @@ class Server:
         except OSError as problem:
             log.info("%s has hung up: %s", connection.peer, problem)
             return
-        if frame is None or self._ending is not None:  # a new peer waits for the next server here
+        if frame is None:
             connection.close()
             return
         peer = Peer.of(connection, frame.header, self.index)
+        if self._ending is not None and not self.peers.present("worker", peer.token):
+            connection.close()  # a new peer waits for the next server here
+            return
         serve = {
             "worker": self._serve_worker,
             "heartbeat": self._serve_heartbeat,

@@ -386,3 +386,26 @@ while not os.path.exists("again"):
     _, said = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, said
     assert "worker 1 comes too late; the job is done." in said
+
+
+def test_who_comes_to_an_elastic_job_that_is_done_is_ended_without_an_error(
+    launcher: Launcher,
+) -> None:
+    script = """
+import stratagem as sg
+strategy = sg.MultiWorkerMirroredStrategy(elastic=True)
+if index == 1 and os.path.exists("died"):
+    note("again", 1)
+strategy.run(int)
+if index == 1:
+    note("died", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+while not os.path.exists("again"):
+    time.sleep(0.01)
+time.sleep(0.5)  # for the other one to ask the launcher
+"""
+    sizes = ("--workers", "2", "--task-restarts", "1")
+    job = launcher(script, *sizes, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    _, said = job.communicate(timeout=PATIENCE)
+    assert "Traceback" not in said and job.returncode == 0, said
+    assert "worker 1 comes too late; the job is done." in said

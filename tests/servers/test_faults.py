@@ -28,8 +28,9 @@ from torch import Tensor
 import stratagem as sg
 from stratagem.replicas import pipe_frames
 from stratagem.replicas.zygote import ZygoteProcess
-from stratagem.servers import local_cluster
+from stratagem.servers import local_cluster, server
 from stratagem.servers.client import Assignment
+from stratagem.servers.connections import Connections
 from stratagem.servers.session import Session
 from stratagem.training.settings import Served
 from tests.clock import PATIENCE, in_time, unless_late
@@ -225,6 +226,42 @@ def hand_in(session: Session, rows: Tensor) -> bool:
     half = rows[work.ticket.part :: 2]
     session.module(half).mean().backward()
     return session.worker.push(work.ticket, float(len(half)), 0.0, len(half))
+
+
+def test_a_worker_that_stays_longer_is_told_that_the_job_is_over(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No server is called dead: they waited for the worker, and have ended."""
+    monkeypatch.setattr(server, "LINGER", 0.2)
+    job = ThreadedJob(2, workers=2)
+    for each in job.servers:
+        each.patience = sg.Patience(answer=0.2)
+    chief, other = job.workers
+    chief.close()
+    for thread in job.threads:
+        thread.join(PATIENCE)
+    with pytest.raises(sg.ReplicaLost, match="the job is done"):
+        other.stats()
+    other.close(goodbye=False)
+    assert not said(caplog, "is gone")
+
+
+def test_a_worker_that_connects_while_the_job_ends_is_told(
+    job: ThreadedJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chief, connect = job.client(0), Connections._call_on_coordinator
+
+    def slowly(*args: Any) -> Any:
+        chief.close()
+        return connect(*args)
+
+    monkeypatch.setattr(Connections, "_call_on_coordinator", slowly)
+    late = job.client(1)
+    assert late.stats() is None
+    with pytest.raises(sg.ReplicaLost, match="the chief has ended after 0 trainings"):
+        late.enter(0)
+    late.close()
+    assert not said(caplog, "is gone")
 
 
 @pytest.mark.parametrize("shared", ["1", "0"])
