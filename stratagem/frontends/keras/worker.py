@@ -135,16 +135,16 @@ class TicketStep:
         self._check_weights()
         if not self._committed:
             raise NotDistributable(
-                "train_step did not hand its gradients to self.optimizer.apply, so nothing came "
-                "to the servers; call loss.backward(), then self.optimizer.apply(gradients, "
-                "self.trainable_variables)."
+                "train_step did not call self.optimizer.apply(gradients, self.trainable_weights), "
+                "which servers wait for; to leave out an update on purpose, use a MirroredStrategy."
             )
 
     def _check_weights(self) -> None:
         if self._weights.changes():
             raise NotDistributable(
-                "train_step wrote to weights that are trained, and the servers do not see that; "
-                "have the optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
+                "train_step wrote to weights that are trained, and the servers do not see that; if "
+                "they are an averaged copy, set trainable = False on its layers; else have the "
+                "optimizer do it (kernel_constraint=..., weight_decay=...), or a callback."
             )
 
     def _count_updates(self) -> None:

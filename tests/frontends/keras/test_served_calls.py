@@ -723,8 +723,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         "leave one of them out",
     ),
     "apply twice": (Twice, momentum, "twice"),
-    "no apply": (Silent, momentum, "did not hand its gradients"),
-    "weights written to": (Squeezing, momentum, "constraint"),
+    "no apply": (Silent, momentum, "did not call self.optimizer.apply.*on purpose"),
+    "weights written to": (Squeezing, momentum, "averaged copy, set trainable = False.*constraint"),
     "changed gradients": (Clipping, momentum, "changed the gradients"),
 }
 
