@@ -149,6 +149,7 @@ class CustomLoopCalls(ABC):
 
         What a loss is divided by is read as in `backward`; a number without a graph (`.item()`)
         counts as a mean over rows, unless `count` says what it is divided by on this replica.
+        The result is a plain float, which files and JSON keep as a number: no `.item()`.
         """
         return mean_of_batch(self.replica(), value, count)
 
