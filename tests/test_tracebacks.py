@@ -118,6 +118,33 @@ def test_an_exception_on_a_worker_is_told_in_few_lines(tmp_path: Path) -> None:
     assert f"{os.sep}stratagem{os.sep}" in ended(tmp_path, LAUNCHED, *run, "--traceback")
 
 
+CAUGHT = """
+import sys
+import torch
+from torch import nn
+import stratagem as sg
+
+strategy = sg.MirroredStrategy()
+model = sg.Model(nn.Linear(6, 3), strategy)
+model.compile("sgd", "mse")
+x = torch.ones(5, 6)
+try:
+    model.evaluate(x[:, :4], x[:, :3], batch_size=4, verbose=0)
+except (RuntimeError, sg.ReplicaFailed):
+    pass
+model.fit(x, x[:, :3], batch_size=4, verbose=0)
+"""
+
+
+def test_a_call_behind_a_caught_error_says_that_the_job_is_over(tmp_path: Path) -> None:
+    shown = ended(tmp_path, CAUGHT, "-m", "stratagem", "run", "--replicas", "2")
+    for task in (0, 1):
+        told = " ".join(line for line in shown.splitlines() if line.startswith(f"[worker {task}]"))
+        if "ReplicaFailed" in told or f"worker {task} failed first" in shown:
+            assert "an earlier call raised an exception" in told
+    assert "shapes cannot be multiplied" in shown and "model.fit" in shown
+
+
 @pytest.mark.slow
 def test_ctrl_c_shows_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)

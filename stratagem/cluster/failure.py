@@ -58,6 +58,16 @@ class Failure:
         make, text = _WORDS[self.kind]
         return make(text.format(who=self.member, detail=self.detail), self.member.name)
 
+    def of_earlier_call(self) -> StratagemError:
+        """Return the exception of a call that comes after one that raised, and was caught."""
+        return ReplicaFailed(
+            "an earlier call raised an exception, and a job of several tasks ends by that, even if "
+            "the script catches it: the tasks no longer know of each other where they are. (In one "
+            f"process it goes on.) Mend the cause, or leave that call out. What {self.member} "
+            f"raised:\n\n{self.detail}",
+            self.member.name,
+        )
+
     def to_note(self) -> dict[str, object]:
         """Write the message for the other members."""
         return {

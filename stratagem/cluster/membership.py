@@ -130,6 +130,12 @@ class Membership:
         if self._trouble is not None:
             raise self._trouble.error()
 
+    def raise_if_over(self) -> None:
+        """Before a group is started: raise what an earlier call of the job has failed by."""
+        if self._trouble is not None and self._trouble.kind == "failed":
+            raise self._trouble.of_earlier_call()
+        self.raise_if_trouble()
+
     def raise_if_gone(self) -> None:
         """Raise the first trouble, or the absence of a member that finished and left."""
         self.raise_if_trouble()

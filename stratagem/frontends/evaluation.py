@@ -26,6 +26,7 @@ from stratagem.frontends.row_check import RowCheck
 from stratagem.frontends.sources import Portion, Source
 from stratagem.state import checkpoint
 from stratagem.training import fingerprint
+from stratagem.training.hints import explaining
 from stratagem.training.replica import Replica, current_replica
 from stratagem.training.setup import align, align_loss, own_streams
 from stratagem.wire.tree import broadcast_tree, gather_tree
@@ -155,7 +156,7 @@ def _losses(adapter: TorchAdapter, portion: Portion) -> tuple[float, float]:
     recipe = adapter.recipe
     if portion.examples == 0:
         return 0.0, 0.0
-    with adapter.autocast():
+    with explaining(portion.examples, portion.total), adapter.autocast():
         output, y, weight = adapter.forward(portion)
         numerator, denominator = recipe.loss.terms(output, y, weight, portion.examples)
     if recipe.metrics:
@@ -214,7 +215,7 @@ def _own_outputs(job: Evaluation, replica: Replica, listen: Listen) -> list[Any]
 def _own_output(adapter: TorchAdapter, portion: Portion) -> Any:
     if portion.examples == 0:
         return None
-    with adapter.autocast():
+    with explaining(portion.examples, portion.total), adapter.autocast():
         return [on_cpu(adapter.forward(portion)[0]), portion.examples]
 
 

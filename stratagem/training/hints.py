@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -98,14 +99,29 @@ def warn_unsummed(replica: Replica) -> None:
 
 def explain(error: BaseException) -> None:
     """Add a note to an error that a share of one row may have caused."""
+    share = current_replica().share
+    if share.announced:
+        _explain_share(error, share.examples, share.total)
+
+
+@contextmanager
+def explaining(examples: int, total: int) -> Iterator[None]:
+    """Around user code that is given `examples` of a batch's rows: `explain` what it raises."""
+    try:
+        yield
+    except Exception as error:
+        _explain_share(error, examples, total)
+        raise
+
+
+def _explain_share(error: BaseException, examples: int, total: int) -> None:
     replica = current_replica()
-    share = replica.share
     if isinstance(error, StratagemError) or not isinstance(error, Exception):
         return
-    if replica.count > 1 and share.announced and share.examples <= 1 < share.total:
+    if replica.count > 1 and examples <= 1 < total:
         note = (
-            f"{replica.name} has {share.examples} of this batch's {share.total} rows here"
-            f"{' and stands in with another one' if not share.examples else ''}. Code that means "
+            f"{replica.name} has {examples} of this batch's {total} rows here"
+            f"{' and stands in with another one' if not examples else ''}. Code that means "
             "several rows may fail with one: .squeeze() drops the axis of the rows, too (use "
             ".squeeze(1)); a standard deviation needs two, and so does BatchNorm without "
             "sync_batchnorm=True. A larger batch_size or drop_last=True keeps shares larger."

@@ -159,7 +159,7 @@ class ReplicaGroup:
                 "the job runs already, and a task that comes later takes part in it in fit, "
                 "evaluate, predict and strategy.run only, where it can begin with the others."
             )
-        self._cluster.raise_if_trouble()
+        self._cluster.raise_if_over()
         placement, self._control = agree(self._process, self._cluster)
         self._threads = placement.threads
         others = range(placement.rank + 1, placement.rank + len(self.devices))

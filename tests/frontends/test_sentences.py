@@ -179,3 +179,29 @@ def test_parameters_of_a_loss_belong_into_the_module(some: sg.Strategy) -> None:
 def test_limits_that_are_not_positive(name: str, limit: float) -> None:
     with pytest.raises(sg.UsageError, match=rf"{name} is {limit}; it must be more than 0"):
         sg.Model(mlp()).compile("sgd", "cross_entropy", **{name: limit})
+
+
+# --- a share of one row --------------------------------------------------------------------------
+
+
+class WantsTwo(nn.Module):
+    """Stands for a kernel that fails with a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise ValueError("two rows, please")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_model_that_wants_two_rows_is_told_of_its_share(two: sg.Strategy, verb: str) -> None:
+    model = sg.Model(WantsTwo(), two)
+    model.compile("sgd", "cross_entropy")
+    x, y = data(10)
+    told = r"two rows, please(.|\n)*replica [01] has 1 of this batch's 2 rows.*drop_last=True"
+    with pytest.raises((ValueError, sg.ReplicaFailed), match=told):
+        getattr(model, verb)(*((x,) if verb == "predict" else (x, y)), batch_size=4, verbose=0)

@@ -37,6 +37,7 @@ from stratagem.frontends.keras.step_logs import (
     user_metrics,
 )
 from stratagem.state.change_tracker import AttributeTracker, Change, TensorTracker, adopt
+from stratagem.training.hints import explaining
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 from stratagem.training.replica_state import set_random
@@ -159,6 +160,7 @@ class KerasAdapter:
         part, sources = self.part, self.sources.get(step)
         mine = self.here(part.rows(data))
         with ExitStack() as held:
+            held.enter_context(explaining(part.share.examples, part.share.total))
             if sources is not None:
                 held.enter_context(sources.listening())
             if not part.plain:
@@ -193,7 +195,8 @@ class KerasAdapter:
         start, end = cuts[self.replica.index]
         mine = None
         if end > start:
-            mine = self.own("predict_step")(self.here(rows(data, start, end)))
+            with explaining(end - start, total):
+                mine = self.own("predict_step")(self.here(rows(data, start, end)))
         parts = [part for part in gather_tree(self.replica.collective, mine) if part is not None]
         check_rows(parts, [end - start for start, end in cuts if end > start])
         return parts

@@ -171,3 +171,29 @@ def test_hooks_on_variables(place: str) -> None:
     handle.remove()
     model.fit(x[:32], y[:32], verbose=0)
     close_served()
+
+
+# --- a share of one row ---------------------------------------------------------------------------
+
+
+class WantsTwo(layers.Layer):
+    """Stands for a kernel that fails with a single row."""
+
+    def call(self, x: Any) -> Any:
+        if x.device.type != "meta" and x.shape[0] == 1:
+            raise ValueError("two rows, please")
+        return x
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])
+def test_a_layer_that_wants_two_rows_is_told_of_its_share(verb: str) -> None:
+    x, y = digits(10)
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input(x.shape[1:]), layers.Flatten(), layers.Dense(10)])
+        model.add(WantsTwo())
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = (x,) if verb == "predict" else (x, y)
+    told = r"two rows, please(.|\n)*replica [01] has 1 of this batch's 2 rows.*drop_last=True"
+    with pytest.raises((ValueError, sg.ReplicaFailed), match=told):
+        getattr(model, verb)(*data, batch_size=4, verbose=0)
