@@ -78,7 +78,7 @@ class KerasAdapter:
     def build(self, example: Any) -> None:
         """Build the model and its optimizer, if they are not yet."""
         model, optimizer = self.model, self.model.optimizer
-        if not model.built:
+        if not is_whole(model):
             with torch.no_grad():
                 model(keras.utils.unpack_x_y_sample_weight(self.here(example))[0])
         model._track_variables()  # as fit does: a custom build() or LoRA made variables since
@@ -239,6 +239,13 @@ def device_name(replica: Replica) -> str:
     """Return the name of the replica's device for `keras.device`."""
     device = replica.device
     return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def is_whole(model: Any) -> bool:
+    """Whether all variables are made: Keras' fit asks every layer. An optimizer is built last."""
+    if model.optimizer is not None and model.optimizer.built:
+        return bool(model.built)
+    return all(layer.built for layer in model._flatten_layers())
 
 
 def trainable(model: Any) -> list[bool]:

@@ -18,6 +18,7 @@ from stratagem.frontends.keras.adapter import (
     Attributes,
     KerasAdapter,
     device_name,
+    is_whole,
     trainable,
 )
 from stratagem.frontends.keras.callback_needs import from_chief, portable
@@ -89,7 +90,7 @@ class OnReplicas:
                 self.steps.close()
             self.steps = self.form(model, replica, driver.strategy.settings)
             self._mark, self._names, self.is_open = mark, {}, False
-            self._whole = bool(model.built) and alone
+            self._whole = is_whole(model) and alone
             self.adapter.mark()
             self.adapter.attributes = Attributes(model)
         settings = driver.strategy.settings

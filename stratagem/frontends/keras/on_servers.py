@@ -25,6 +25,7 @@ from stratagem.frontends.keras.callback_needs import StatsCallback, portable
 from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.server_training import ServerTraining
+from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.worker import adapter_of, assist, attend
 from stratagem.frontends.keras.worker_session import dismiss, refuse
 from stratagem.rules.stats import Stats
@@ -80,7 +81,7 @@ class OnServers:
 
     def start(self, call: Call) -> Any:
         driver, model = self._driver, self._driver.model
-        if len(model_pickle.optimizers(model)) > 1:
+        if len(_stepping(model)) > 1:
             raise NotDistributable(
                 "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
                 "made by mixed_float16), and parameter servers run a single one; use "
@@ -200,6 +201,15 @@ class OnServers:
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:
         self.training.take_up(written, last=last)
+
+
+def _stepping(model: Any) -> list[Any]:
+    """Return the optimizers that a step may use: not that of a part which was compiled before."""
+    if not has_own(model, "train_step"):
+        return model_pickle.optimizers(model.optimizer)
+    parts = [p for p in model._flatten_layers(include_self=False) if isinstance(p, keras.Model)]
+    idle = {id(part.optimizer) for part in parts if not part.trainable_variables}
+    return [each for each in model_pickle.optimizers(model) if id(each) not in idle]
 
 
 def _perform(mine: tuple[Call, OnServers] | None, seat: FollowerModel) -> Any:

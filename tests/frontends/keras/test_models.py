@@ -134,6 +134,22 @@ def test_a_layer_that_keeps_a_tensor_of_its_last_call() -> None:
     trains_alike(Looking)
 
 
+class Marked(Looking):
+    """Is marked as built before its layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.built = True
+
+
+def test_a_built_model_with_layers_that_are_not() -> None:
+    def play(scope: Scope) -> Any:
+        model = compiled(scope, Marked)
+        return outcome(model, model.fit(**FIT))
+
+    both(play)
+
+
 def test_nested_models_and_shared_layers() -> None:
     def build() -> Any:
         x = keras.Input((8,))

@@ -308,6 +308,28 @@ def test_a_training_step_of_ones_own(updates: Any) -> None:
     assert all(0 < value < 5 for value in history["mean"])
 
 
+def on_a_base() -> Any:
+    """A frozen base that was compiled and trained before."""
+    base = keras.Sequential([keras.Input((8,)), layers.Dense(6, activation="tanh")])
+    base.compile("adam", "mse")
+    base.fit(np.ones((4, 8)), np.ones((4, 6)), verbose=0)
+    base.trainable = False
+    return keras.Sequential([base, layers.Dense(3)])
+
+
+def own_on_a_base() -> Any:
+    model = Own()
+    model.dense = on_a_base()
+    return model
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("build", [on_a_base, own_on_a_base])
+def test_a_part_that_was_compiled_before(build: Any) -> None:
+    """Its optimizer never steps."""
+    both(build=build)
+
+
 class Averaging(Own):
     """A custom step that reads the optimizer, and after `apply` the new weights."""
 
