@@ -66,6 +66,10 @@ class LoopDeviceGroup:
             part = read(self._loader, whole[start:end])
         return part, 0 if "borrowed" in payload else total
 
+    def set_part(self, part: float) -> None:
+        """Note the part of the batch that the ticket is."""
+        self._replica.share.part = part
+
     def average(self) -> None:
         """Average the running statistics of all devices."""
         setup.average_buffers(self._model, self._replica)
@@ -123,7 +127,8 @@ class GroupLoader:
             batch, examples = self._group.share(*payload)
             total = int(payload[0]["total"])
             self._carry.begin(examples, total)
-            self._group.weights.begin(examples, total)
+            self._group.weights.begin()
+            self._group.set_part(examples / max(total, 1))
             self._held = True
             yield batch if self.device.type == "cpu" else to_device(batch, self.device)
             if self._held:

@@ -17,7 +17,8 @@ from stratagem.servers.loop_session import LoopSession
 from stratagem.servers.task_main import in_group
 from stratagem.servers.ticket_loop import TicketLoader
 from stratagem.training import fingerprint, hints
-from stratagem.training.custom_loop import read_losses
+from stratagem.training.batch_shares import CarryingLoader, shares_of
+from stratagem.training.custom_loop import LossReader, read_losses
 from stratagem.training.loss_reading import PushWeights
 from stratagem.training.prepare import Prepared
 from stratagem.training.replica import Replica
@@ -43,7 +44,8 @@ def prepare_served(
     reader.pushes = PushWeights(grouped=in_group(replica))
     model.to(replica.device)
     if worker is None:
-        return Prepared(model, optimizer, GroupLoader(replica, model, optimizer, loader))
+        shares = GroupLoader(replica, model, optimizer, loader)
+        return Prepared(model, optimizer, _carrying(shares, model, replica, reader))
     first: TicketLoader | None = worker.prepared
     assert settings.served is not None
     look = fingerprint.of_module(model) | fingerprint.of_optimizer(optimizer, settings=False)
@@ -68,7 +70,20 @@ def prepare_served(
         if first is not None and first.session.optimizer is not optimizer:
             session.until_end(first.session.optimizer.register_step_pre_hook(_refuse_step))
     worker.prepared, worker.at_end = tickets, tickets.close
-    return Prepared(model, optimizer, tickets)
+    whole = session.over is not None or session.plan.parts == 1
+    if whole and not in_group(replica):
+        return Prepared(model, optimizer, tickets)
+    return Prepared(model, optimizer, _carrying(tickets, model, replica, reader))
+
+
+def _carrying(
+    tickets: TicketLoader | GroupLoader, model: nn.Module, replica: Replica, reader: LossReader
+) -> CarryingLoader:
+    """Have parts of batches carry what they weigh, for loops that fetch several at a time."""
+    shares = shares_of(replica)
+    shares.watch(model)
+    reader.scale = shares.part_of_latest
+    return CarryingLoader(tickets, replica, nested=False)
 
 
 def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:

@@ -124,7 +124,8 @@ class TicketLoader:
             self._held = (work.ticket, examples)
             total = int(work.payload["total"])
             self._carry.begin(examples, total)
-            self._weights.begin(examples, total)
+            self._weights.begin()
+            self._share.part = examples / max(total, 1)
             if self._group is None:
                 self._share.set(examples, total)
             number += 1

@@ -36,6 +36,8 @@ class Size(NamedTuple):
     examples: int
     total: int
     announced: bool = True
+    #: with servers: the part of the batch that this worker was dealt
+    part: float = 1.0
 
     def __str__(self) -> str:
         return f"{self.examples} of {self.total} rows"
@@ -97,7 +99,7 @@ class BatchShares:
                 if (found := model()) is not None:
                     self._hook(found)
         self._fetched += 1
-        size = Size(self._share.examples, self._share.total)
+        size = Size(self._share.examples, self._share.total, part=self._share.part)
         batch = self.latest = Batch(size, source, self._fetched, bool(self._handles))
         leaves, marks = _carriers(tree), self._marks
         for leaf in leaves:
@@ -141,6 +143,19 @@ class BatchShares:
                 "sizes are in hand, and it cannot be told of which of them this loss is."
             )
         self._force(size)
+
+    def part_of_latest(self) -> float:
+        """With servers: what a loss is multiplied by, since a push weighs as its latest batch."""
+        part, latest = self._share.part, self.latest
+        if latest is None or part == latest.size.part:
+            return 1.0
+        if not latest.size.part:
+            raise NotDistributable(
+                "fetch each batch when its turn comes, or give the loader drop_last=True: several "
+                "batches are in hand, and this worker has none of the rows of the latest one, by "
+                "which its gradients weigh at the servers."
+            )
+        return part / latest.size.part
 
     def refuse_single_rows(self) -> None:
         """Refuse a backward pass for each of the rows that `strategy.rows` has returned."""
@@ -210,7 +225,7 @@ class BatchShares:
         if self.latest is not None:
             sizes.add(self.latest.size)
         if not sizes:
-            return Size(share.examples, share.total, share.announced)
+            return Size(share.examples, share.total, share.announced, share.part)
         return sizes.pop() if len(sizes) == 1 else None
 
     def _use(self, batches: Iterable[Batch]) -> None:
@@ -220,7 +235,7 @@ class BatchShares:
 
     def _force(self, size: Size) -> None:
         self._share.set(size.examples, size.total)
-        self._share.announced = size.announced
+        self._share.announced, self._share.part = size.announced, size.part
 
 
 class _Hook:

@@ -276,7 +276,8 @@ class LossReader:
         spread = max((abs(factor - base) for factor in factors), default=0.0)
         found += [(term, base) for term in terms if term.kind == "fixed"]
         whole = share.total / share.examples
-        whole *= 1.0 if self.pushes is None else self.pushes.batch_to_ticket
+        if self.pushes is not None and self.pushes.grouped:
+            whole /= share.part or 1.0
         found += [(term, whole) for term in terms if term.kind == "sum"]
         summed = bool(terms) and all(term.kind in ("sum", "fixed") for term in terms)
         weight = base

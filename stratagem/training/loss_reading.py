@@ -116,16 +116,12 @@ class PushWeights:
     def __init__(self, *, grouped: bool) -> None:
         #: whether the worker's devices all-reduce their gradients before the first one pushes
         self.grouped = grouped
-        #: the rows of the whole batch for each row of the worker's ticket
-        self.batch_to_ticket = 1.0
         #: what the losses of the batch were divided by, for each pass
         self.totals: list[float] = []
 
-    def begin(self, examples: int, total: int) -> None:
-        """Begin a ticket of `examples` rows, of a batch of `total`."""
+    def begin(self) -> None:
+        """Begin a ticket."""
         self.totals = []
-        if self.grouped:
-            self.batch_to_ticket = total / max(examples, 1)
 
     def of_batch(self) -> float:
         """Return how much the gradients weigh for each row, which all passes must agree on."""

@@ -35,6 +35,8 @@ class Share:
     weight: float
     #: whether a batch was cut here, so that these are its rows
     announced: bool = False
+    #: with servers: the part of the batch that this worker was dealt
+    part: float = 1.0
 
     def set(self, examples: int, total: int, weight: float | None = None) -> None:
         """Begin a batch; the weight is the share of the examples unless given."""

@@ -188,6 +188,41 @@ def test_a_schedule_by_batch_is_refused_where_a_batch_is_several() -> None:
 # --- batches without a step ----------------------------------------------------------------------
 
 
+def in_a_window(where: Any, rows: int, reduction: str = "mean") -> nn.Module:
+    """Fetch all batches of an epoch, then train on each, and make one step."""
+    x, y, _, _ = digits()
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5 if reduction == "mean" else 0.02)
+    loader: Any = DataLoader(TensorDataset(x[:rows], y[:rows]), batch_size=16)
+    count = len(loader)
+    if where is not None:
+        module, optimizer, loader = where.prepare(module, optimizer, loader)
+    for _ in range(2):
+        batches = iter(loader)
+        for a, b in [next(batches) for _ in range(count)]:
+            F.cross_entropy(module(a), b, reduction=reduction).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert next(batches, None) is None
+    return module
+
+
+@pytest.mark.parametrize("rows", [35, 37])  # the last batch is of 3 or 5 rows
+@pytest.mark.parametrize("where", [alone, in_step])
+def test_batches_fetched_ahead_weigh_by_their_own_parts(where: Any, rows: int) -> None:
+    here = where()
+    for reduction in ("mean", "sum"):
+        expected = in_a_window(None, rows, reduction)
+        assert apart(expected, net()) > 1e-3
+        assert apart(here.run(in_a_window, here, rows, reduction)[0], expected) < 1e-5
+
+
+def test_a_worker_without_a_part_of_the_latest_batch_cannot_weigh_others() -> None:
+    where = in_step()
+    with pytest.raises(REFUSED, match="fetch each batch when its turn comes"):
+        where.run(in_a_window, where, 33)
+
+
 def every_other(module: nn.Module, optimizer: Optimizer, batch: Any, number: int) -> None:
     backward(module, batch)
     if number % 2:
