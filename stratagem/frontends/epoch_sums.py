@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,32 +15,45 @@ from stratagem.errors import NotDistributable
 if TYPE_CHECKING:
     import torchmetrics
 
+log = logging.getLogger("stratagem")
+
+#: so many tensors stay on the device until they are read
+_KEEP = 256
+
 
 class LossSum:
     """The mean loss over all examples so far; losses stay on the device until they are read."""
 
-    _KEEP = 256
-
     def __init__(self) -> None:
-        self.examples = 0
+        self.examples = self.count = 0
+        #: the number, from 1 on, of the first loss that is not finite, as far as losses are read
+        self.broken: int | None = None
+        #: the part of each loss that this replica's rows made
+        self.own = FirstBroken()
         self._sum = 0.0
         self._losses: list[Tensor] = []
         self._totals: list[int] = []
 
     def add(self, loss: Tensor | float, total: int) -> None:
         self.examples += total
+        self.count += 1
         if not isinstance(loss, Tensor):
             self._sum += loss * total
+            if self.broken is None and not math.isfinite(loss):
+                self.broken = self.count
             return
         self._losses.append(loss.detach())
         self._totals.append(total)
-        if len(self._losses) == self._KEEP:
+        if len(self._losses) == _KEEP:
             self._fold()
 
     def _fold(self) -> None:
         if self._losses:
             losses = torch.stack(self._losses).double().cpu()
             self._sum += float(losses @ torch.tensor(self._totals, dtype=torch.float64))
+            if self.broken is None and not math.isfinite(self._sum):
+                bad = (~losses.isfinite()).nonzero().flatten().tolist()
+                self.broken = self.count - len(losses) + bad[0] + 1 if bad else None
             self._losses.clear()
             self._totals.clear()
 
@@ -55,7 +70,7 @@ class LossSum:
         """Return the sums, for `load_state`."""
         losses = torch.stack(self._losses).cpu() if self._losses else None
         found = {"examples": self.examples, "sum": self._sum, "losses": losses}
-        return found | {"totals": list(self._totals)}
+        return found | {"totals": list(self._totals), "count": self.count, "broken": self.broken}
 
     def load_state(self, state: dict[str, Any], device: torch.device | None = None) -> None:
         """Continue from these sums; losses are not folded earlier, to get the same bits."""
@@ -64,6 +79,48 @@ class LossSum:
         if state["losses"] is not None:
             self._losses = list(state["losses"].to(device).unbind())
         self._totals = list(state["totals"])
+        self.count, self.broken = int(state.get("count", 0)), state.get("broken")
+        self.own = FirstBroken(self.count)
+
+
+class FirstBroken:
+    """Finds the first number that is not finite; tensors stay on the device until they are read."""
+
+    def __init__(self, count: int = 0) -> None:
+        """`count`: how many numbers came before."""
+        self._count, self._first = count, 0
+        self._waiting: list[Tensor | float] = []
+
+    def add(self, value: Tensor | float) -> None:
+        self._waiting.append(value)
+        if len(self._waiting) == _KEEP:
+            self.first()
+
+    def first(self) -> int | None:
+        """Return the number, from 1 on, of the first that is not finite, if there is one."""
+        if not self._first:
+            tensors = [each for each in self._waiting if isinstance(each, Tensor)]
+            read = iter(torch.stack(tensors).tolist() if tensors else ())
+            for i, each in enumerate(self._waiting, self._count + 1):
+                if not math.isfinite(next(read) if isinstance(each, Tensor) else each):
+                    self._first = i
+                    break
+        self._count += len(self._waiting)
+        self._waiting.clear()
+        return self._first or None
+
+
+def warn_of_broken(value: float, epoch: int, step: int | None, owners: Sequence[str]) -> None:
+    """Warn that the loss of a step (from 1 on) is not finite; `owners`: whose rows made it."""
+    at = f"epoch {epoch + 1}" if step is None else f"step {step} of epoch {epoch + 1}"
+    rows = f", made by rows of {' and '.join(owners)}" if owners else ""
+    log.warning(
+        "the loss became %s in %s%s; training goes on: look at these rows, at the learning rate "
+        "and at clipping, or end such a training by a callback.",
+        value,
+        at,
+        rows,
+    )
 
 
 # --- the counts of a metric, as plain tensors -----------------------------------------------------

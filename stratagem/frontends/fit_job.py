@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callback_states import CallbackStates
+from stratagem.frontends.epoch_sums import warn_of_broken
 from stratagem.frontends.evaluation import Evaluation
 from stratagem.frontends.fit_journal import FitJournal, Succession
 from stratagem.frontends.recipe import Recipe
@@ -65,6 +66,8 @@ class Fit:
     succession: Succession | None = None
     #: whether SIGTERM has ended the training, after a checkpoint
     terminated: bool = False
+    #: whether a loss that is not finite was told
+    told_of_broken: bool = False
 
     def for_followers(self) -> Fit:
         """A copy without what only the chief has."""
@@ -94,6 +97,14 @@ class Fit:
     def done(self) -> int:
         """The number of updates."""
         return 0 if self.journal is None else self.journal.updates
+
+    def tell_of_broken(
+        self, value: float, epoch: int, step: int | None, owners: Sequence[str]
+    ) -> None:
+        """Warn, once a fit, that the loss is not finite."""
+        if not self.told_of_broken:
+            self.told_of_broken = True
+            warn_of_broken(value, epoch, step, owners)
 
     def asked_to_end(self) -> bool:
         """Whether SIGTERM has come, so that the fit saves a checkpoint and ends."""

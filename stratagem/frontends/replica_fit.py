@@ -119,7 +119,7 @@ class ReplicaSide:
         self.is_chief = replica.is_chief
         self._check = RowCheck(job.module, job.recipe, replica, "fit")
         self._prepare()
-        self.tally = LossSum()
+        self.tally, self._epoch = LossSum(), 0
         #: in a standby: whether it has done a step that does not count
         self._rehearsed = False
         job.callbacks.changes.alone = replica.count == 1
@@ -172,7 +172,7 @@ class ReplicaSide:
     def begin(self, epoch: int) -> None:
         self.job.module.train()
         self.job.recipe.metrics.reset()
-        self.tally = LossSum()
+        self.tally, self._epoch = LossSum(), epoch
 
     def work(self, number: int, epoch: int) -> Iterator[tuple[Portion, bool]]:
         """Portions, and whether each is the epoch's last."""
@@ -292,6 +292,12 @@ class ReplicaSide:
             self.listen()  # what the last batch's callbacks changed
         self.step.meet()
         logs: dict[str, Any] = {"loss": tally.mean()}
+        if tally.broken is not None:  # on all replicas alike
+            first = tally.own.first()
+            mine = replica.name if first is not None and first <= tally.broken else ""
+            owners = [name for name in gather_tree(replica.collective, mine) if name]
+            if replica.is_chief:
+                job.tell_of_broken(logs["loss"], self._epoch, tally.broken, owners)
         if job.journal is None:
             logs |= job.recipe.metrics.compute(replica)
         elif job.by_itself:  # where replicas may leave, each has the counts of all

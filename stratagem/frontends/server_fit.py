@@ -163,7 +163,8 @@ class WorkerSide:
         states = self.step.states() if counted else []
         floats = self.session.statistics.here()
         residuals = self.session.residuals.here() if self.job.saves else {}
-        self.worker.report([states, floats if self._counted else None, residuals])
+        broken = None if self.step.broken is None else [self.step.broken + 1, self.replica.name]
+        self.worker.report([states, floats if self._counted else None, residuals, broken])
 
     def _take_statistics(self, epoch: int) -> None:
         self._settled = epoch
@@ -199,6 +200,7 @@ class ChiefSide(WorkerSide):
         self._stats, self._details = EpochStats(), Details()
         #: the version of the weights in the module; None after further updates
         self._home: int | None = None
+        self._at = 0
         #: whether other processes have copies of the model, which callbacks here do not change
         self._several = session.plan.workers > 1 or isinstance(step, Grouped)
         #: whether a callback has written buffers or frozen parameters
@@ -218,7 +220,7 @@ class ChiefSide(WorkerSide):
         return version
 
     def begin(self, epoch: int) -> None:
-        self._home = None
+        self._home, self._at = None, epoch
         self.loss_sum, self._states = [0.0, 0], []
         self._begin()
 
@@ -268,6 +270,11 @@ class ChiefSide(WorkerSide):
         self.loss_sum[1] += examples
         self._states += [state for each in reports for state in each[0]]
         self._residuals = [each[2] for each in reports]
+        if not math.isfinite(total):
+            found = sorted(each[3] for each in reports if each[3] is not None)
+            step = found[0][0] if found else None
+            owners = [name for at, name in found if at == step]
+            self.job.tell_of_broken(total, self._at, step, owners)
         self.session.statistics.average([each[1] for each in reports if each[1] is not None])
         self.step.spread()
 

@@ -6,6 +6,7 @@ Grouped      a worker with several devices, which share every ticket and push on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -44,11 +45,13 @@ class Pushed(TorchAdapter):
         #: the last outputs and targets, and whether they are of a part of a batch; metrics are
         #: updated only once the servers have accepted the gradient
         self._last: tuple[Any, Any, bool] | None = None
+        #: the first batch of the epoch whose loss was not finite here
+        self.broken: int | None = None
 
     def begin(self) -> None:
         """Begin an epoch."""
         self.recipe.metrics.reset()
-        self._last = None
+        self._last = self.broken = None
 
     def push(self, work: Assignment, portion: Portion) -> bool:
         """Compute and push the gradient of a ticket; return whether the servers accepted it."""
@@ -60,6 +63,8 @@ class Pushed(TorchAdapter):
             self.session.forget_gradients()
             self.committer.abandon()
             return False
+        if self.broken is None and not math.isfinite(notes[0]):
+            self.broken = work.ticket.batch
         counted = self.committer.commit(notes).counted
         self.session.forget_gradients()
         if counted:
@@ -131,6 +136,7 @@ class Grouped(Replicated):
         # default settings: `wire=` applies only to the messages to servers
         super().__init__(Training(job.module, job.optimizer, recipe, Settings()), replica)
         self._job = job
+        self.broken: int | None = None
         self._push = None if session is None else PushCommitter(session, session.settings)
         self._group = GroupedCommitter(self.committer, replica, self._push, self._adjust)
         self._trained = [p for p in job.module.parameters() if p.requires_grad]

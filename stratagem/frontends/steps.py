@@ -139,6 +139,7 @@ class Dealt(OneDevice):
         self.replica.share.set(portion.examples, portion.total, float(portion.examples > 0))
         self.arm(apply)
         numerator, denominator = self._gradients(portion)
+        self.tally.own.add(numerator)
         if recipe.accumulate > 1:
             self._count_now(portion, numerator, denominator)
         if portion.total < self.replica.count and not self._borrows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from stratagem.figures import trial_record
 from stratagem.figures.recorder import epoch_event
+from stratagem.frontends.epoch_sums import warn_of_broken
 from stratagem.rules.stats import (
     EpochStats,
     Stats,
@@ -104,6 +106,23 @@ class TrialCallback(keras.callbacks.Callback):  # type: ignore[misc]
         epoch_event(epoch, logs or {})
 
 
+class BrokenLossCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Warns, once a fit, that the loss is not finite."""
+
+    def __init__(self, states: Callable[[], list[Any]]) -> None:
+        """`states`: the state of each replica; `broken` in it is its first such step, its name."""
+        super().__init__()
+        self._states, self._told = states, False
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        loss = (logs or {}).get("loss", 0.0)
+        if not self._told and not math.isfinite(loss):
+            self._told, found = True, [each.get("broken", [None, ""]) for each in self._states()]
+            first = min((step for step, _ in found if step is not None), default=None)
+            owners = [name for step, name in found if step is not None and step == first]
+            warn_of_broken(float(loss), epoch, first, owners)
+
+
 class StatsCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Writes the servers' counts into Keras' history, but not into the logs."""
 
@@ -132,7 +151,7 @@ def with_callback(
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         each = keras.tree.flatten(callbacks) if callbacks is not None else []
         given.arguments["callbacks"] = [*each, callback]
-    elif not isinstance(callback, StatsCallback):  # a list of the user's has its own history
+    elif isinstance(callback, TrialCallback):  # a list of the user's has its own history
         callbacks.append(callback)
     return given.args, given.kwargs
 

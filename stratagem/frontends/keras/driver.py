@@ -37,6 +37,7 @@ from stratagem.frontends.keras.adapter import KerasAdapter, device_name, replica
 from stratagem.frontends.keras.backups import exact_backups
 from stratagem.frontends.keras.callback_needs import (
     ONE_STEP,
+    BrokenLossCallback,
     CallbackNeeds,
     TrialCallback,
     public_names,
@@ -217,6 +218,8 @@ class Driver:
         if _leader is not None:  # in a callback of another model's call: not distributed
             return call.run()
         path = model_path(".keras")
+        if name == "fit":
+            call.add(BrokenLossCallback(self.replica_states))
         trains = name == "fit" and self.strategy.audience is None and self.strategy.is_chief
         if not trains or (path is None and not is_recording()):
             return self.begin(call)
@@ -335,7 +338,7 @@ class Driver:
     def replica_states(self) -> list[Any]:
         """For a backup: return the state of every replica."""
         side: Any = self.side
-        listens = self._listening()
+        listens = self._listening() and hasattr(side, "progress")
         return side.progress() if listens else [replica_progress(self.model, self.replica)]
 
     def seed(self) -> int:

@@ -9,8 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stratagem.errors import NotDistributable
+from stratagem.frontends.epoch_sums import FirstBroken
 from stratagem.frontends.keras.adapter import (
     KerasAdapter,
     kept,
@@ -53,6 +55,8 @@ class ReplicaSteps:
         #: what the user's step may set to means over its rows, and what it has written to
         self._states: list[Any] = []
         self._written = TensorTracker()
+        #: whether the next training step is the first since metrics were reset; the losses since
+        self._fresh, self._losses = True, FirstBroken()
         self.verbs: dict[str, Callable[..., Any]] = {
             "become": self.become,
             "follow": self.follow,
@@ -90,7 +94,7 @@ class ReplicaSteps:
     def reset(self) -> None:
         """Reset metrics at the begin of an epoch; callbacks may have changed the model."""
         self.adapter.metrics.begin()
-        self.adapter.captured.stale = True
+        self.adapter.captured.stale = self._fresh = True
 
     def train(self, data: Any, total: int) -> Any:
         adapter = self.adapter
@@ -109,6 +113,7 @@ class ReplicaSteps:
                 result = adapter.play("train_step", data)
         finally:
             self.active = False
+        self._note_loss(result)
         if self.committer is not None and not isinstance(apart, LocalUpdates):
             self.committer.sync()
         self._figures.step(adapter.replica.share.examples)
@@ -117,6 +122,14 @@ class ReplicaSteps:
         if total < adapter.replica.count:
             self._share_state()
         return result
+
+    def _note_loss(self, logs: Any) -> None:
+        """Note the loss in a step's logs: the mean over this replica's rows so far."""
+        if self._fresh:  # not in `reset`, which comes before a validation, too
+            self._fresh, self._losses = False, FirstBroken()
+        loss = logs.get("loss") if isinstance(logs, dict) else None
+        rows = self.adapter.replica.share.examples  # or one is borrowed
+        self._losses.add(loss.detach() if rows and isinstance(loss, Tensor) else 0.0)
 
     def sync(self) -> None:
         """Average weights, if it is time; the step is complete on all replicas."""
@@ -196,6 +209,7 @@ class ReplicaSteps:
         adapter = self.adapter
         mine = replica_progress(adapter.model, adapter.replica)
         mine["residuals"] = {} if self.committer is None else self.committer.state()
+        mine["broken"] = [self._losses.first(), adapter.replica.name]
         return gather_tree(adapter.replica.collective, mine)
 
     def go_on(self, saved: list[Any]) -> None:

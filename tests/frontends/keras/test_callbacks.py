@@ -760,6 +760,21 @@ def test_deleted_models_leave_no_copies() -> None:
     replica_group.close()
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_loss_that_is_not_finite_is_told_once(
+    replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = np.ones((9, 8), "float32"), np.zeros(9)  # batches of 4, 4 and 1 rows
+    x[6] = np.nan
+    model = compiled(strategy(replicas).scope)
+    held = {"validation_data": (x[:4], y[:4]), "shuffle": False, "verbose": 0}
+    model.fit(x, y, batch_size=4, epochs=3, **held)
+    told = [text for text in caplog.messages if text.startswith("the loss became nan")]
+    assert len(told) == 1
+    at = "in epoch 1;" if replicas == 1 else "in step 2 of epoch 1, made by rows of replica 1;"
+    assert at in told[0]
+
+
 SCRIPT = """
 import os
 os.environ["KERAS_BACKEND"] = "torch"
