@@ -25,6 +25,7 @@ PRIVATE = {
     "keras.src.utils.backend_utils.DynamicBackend": "an object that pickles by its argument",
     "DynamicBackend._backend": "an object that pickles by its argument",
     "Layer._flatten_layers": "every layer of a model, with those inside of layers",
+    "Layer._non_trainable_variables": "what a layer holds itself, without the layers inside",
     "Layer._losses": "losses that a layer has added",
     "Layer._clear_losses": "forgets them, also those of layers inside",
     "Layer._track_variables": "gives variables of a late build() to torch",
