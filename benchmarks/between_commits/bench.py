@@ -85,11 +85,11 @@ def loop(replicas: int, width: int) -> Epoch:
     return epoch
 
 
-def keras(replicas: int) -> Epoch:
+def keras(replicas: int, strategy: Any = None) -> Epoch:
     import keras
     import numpy as np
 
-    with mirrored(replicas).scope():
+    with (strategy or mirrored(replicas)).scope():
         keras.utils.set_random_seed(0)
         model = keras.Sequential(
             [keras.Input((64,)), keras.layers.Dense(256, activation="relu"), keras.layers.Dense(10)]
@@ -102,12 +102,17 @@ def keras(replicas: int) -> Epoch:
     return lambda: model.fit(x, y, batch_size=BATCH * replicas, verbose=0)
 
 
-def served(updates: str) -> Epoch:
+def servers(updates: str) -> tuple[Any, int]:
     import stratagem as sg
 
     rule, parts = (sg.Synchronous(), 2) if updates == "sync" else (sg.Asynchronous(), 1)
     cluster = sg.LocalCluster(workers=2, ps=1)
-    return fit(sg.ParameterServerStrategy(cluster, updates=rule), 256, parts)
+    return sg.ParameterServerStrategy(cluster, updates=rule), parts
+
+
+def served(updates: str) -> Epoch:
+    strategy, parts = servers(updates)
+    return fit(strategy, 256, parts)
 
 
 CASES: dict[str, Callable[[], Epoch]] = {
@@ -119,6 +124,7 @@ CASES: dict[str, Callable[[], Epoch]] = {
     "loop-2-large": lambda: loop(2, 4096),
     "keras-1": lambda: keras(1),
     "keras-2": lambda: keras(2),
+    "keras-servers": lambda: keras(2, servers("sync")[0]),
     "servers-sync": lambda: served("sync"),
     "servers-async": lambda: served("async"),
     "servers-sync-sockets": lambda: served("sync"),
