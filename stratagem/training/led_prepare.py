@@ -26,8 +26,8 @@ class LoopRunsElsewhere(BaseException):
     """Ends the user's function on a process that has served the first process."""
 
 
-#: on the first process: the running loop, if any
-_led: list[LedLoop] = []
+#: on the first process: the running loop, if any, with its model
+_led: list[tuple[nn.Module, LedLoop]] = []
 
 
 def prepare_led(
@@ -35,6 +35,11 @@ def prepare_led(
 ) -> Prepared:
     """Return to the loop on the first process; serve it on all other processes. Collective."""
     _check(settings, optimizer)
+    if any(prepared is model for prepared, _ in _led):
+        raise UsageError(
+            "this model is prepared already, with its optimizer; call prepare once, before the "
+            "loop, and change learning rates in optimizer.param_groups."
+        )
     if _led:
         raise NotDistributable(
             "processes that have one model together have one in a loop of your own, and this is "
@@ -64,7 +69,7 @@ def prepare_led(
         loop.serve()
         raise LoopRunsElsewhere
     loop.lead()
-    _led.append(loop)
+    _led.append((model, loop))
     set_called(alone(replica))
     return Prepared(model, optimizer, loader)
 
@@ -106,4 +111,4 @@ def led_loops() -> Iterator[None]:
         return
     finally:
         while _led:
-            _led.pop().end(failed=failed)
+            _led.pop()[1].end(failed=failed)

@@ -369,8 +369,8 @@ def _refuse_unlike(replica: Replica, batch: Any) -> None:
             if not torch.equal(a, b) if isinstance(a, Tensor) else a != b:
                 raise UsageError(
                     f"strategy.rows is given another batch here than on replica {i} ({name} "
-                    "differs), so some rows would be trained twice and others never. Replicas "
-                    "draw random numbers of their own after prepare: shuffle with a generator "
-                    "that is seeded alike on all (torch.randperm(n, generator=...)), or before "
-                    "prepare."
+                    "differs), so some rows would be trained twice and others never. Shuffle with "
+                    "a generator that is seeded alike on all (torch.randperm(n, generator=...)): "
+                    "the global one draws other numbers on each replica after prepare, and before "
+                    "it, too, where one has drawn more (in `if strategy.is_chief:`, say)."
                 )

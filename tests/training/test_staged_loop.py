@@ -644,6 +644,11 @@ def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
         for model in (deep(), deep()):
             pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
+    def again() -> None:
+        model = deep()
+        for _ in range(2):
+            pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
     def resumed() -> None:
         model = deep()
         pair.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), resume="run/")
@@ -652,7 +657,8 @@ def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
         (closure, "without a closure"),
         (own, "Mine"),
         (second, "this is the second"),
+        (again, "this model is prepared already"),
         (resumed, r"use sg\.Model"),
     ):
-        with pytest.raises(sg.NotDistributable, match=words):
+        with pytest.raises((sg.NotDistributable, sg.UsageError), match=words):
             pair.run(loop)
