@@ -51,6 +51,12 @@ def in_group(replica: Replica) -> bool:
     return replica.count > 1 and not isinstance(replica.collective, NoCollective)
 
 
+EMPTY_PASS = (
+    "loop over the prepared loader with `for`, or call next(it, None): a next() has ended this "
+    "worker's loop with StopIteration. Where the other workers have done the last batches, even a "
+    "new pass over the loader has none."
+)
+
 #: the worker that this process is
 _present: Client | None = None
 
@@ -144,13 +150,27 @@ def report_failure(worker: Client, text: str, refusal: str) -> None:
         log.info("the coordinator did not hear of the failure: %s", problem)
 
 
+def run_users(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a user's function, whose `next` may have found that others did the last batches."""
+    try:
+        return function(*args)
+    except StopIteration as end:
+        raise UsageError(EMPTY_PASS) from end
+
+
+def explain(error: BaseException) -> None:
+    """Add a note to a StopIteration that ends a worker's script."""
+    if isinstance(error, StopIteration) and _present is not None:
+        error.add_note(EMPTY_PASS)
+
+
 def run_in_group(chief: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a function on each device of a worker."""
     current_replica().with_chief = chief
     worker = _present
     before = None if worker is None else worker.prepared
     try:
-        result = function(*args)
+        result = run_users(function, args)
     except Exception as error:
         if worker is not None and not isinstance(error, ReplicaError):
             report_failure(worker, *for_other_tasks(error))  # before all is cleared up
@@ -174,6 +194,6 @@ def run(
     worker = current_worker()
     rng_states.seed(worker.index)
     worker.fits = fits
-    result = function(*args)
+    result = run_users(function, args)
     worker.settle()
     return result

@@ -36,13 +36,15 @@ from stratagem.servers.local_cluster import LocalCluster, LocalServers, LocalWor
 from stratagem.servers.task_main import (
     become,
     become_worker,
+    explain,
     present,
     replica_of,
     report_failure,
     run,
     run_in_group,
+    run_users,
 )
-from stratagem.tracebacks import for_other_tasks, install
+from stratagem.tracebacks import explainers, for_other_tasks, install
 from stratagem.training.agreement import Patience
 from stratagem.training.elastic import Again
 from stratagem.training.group_followers import forked
@@ -71,6 +73,8 @@ class WorkerGroup:
         backups: int = 0,
     ) -> None:
         install()
+        if explain not in explainers:
+            explainers.append(explain)
         self.devices = tuple(devices)
         self.place, self.cluster, self.patience = place, cluster, patience
         self.parameter_device, self._insecure = parameter_device, insecure
@@ -253,7 +257,7 @@ class WorkerGroup:
                 torch.set_num_threads(self._threads())
         try:
             if self._group is None:
-                here = [function(*args)]
+                here = [run_users(function, args)]
             else:
                 here = _call_group(self._group, worker.is_chief, function, args, sent)
             if worker.prepared is not prepared:  # in there

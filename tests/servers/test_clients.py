@@ -245,21 +245,32 @@ def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         HEAD
         + """
+import logging
 from pathlib import Path
+
+class Heard(logging.Handler):
+    returns = 0
+    def emit(self, record):
+        print(record.getMessage(), file=sys.stderr)
+        self.returns += "ps 1 is back" in record.getMessage()
+
+heard = Heard()
+logging.getLogger("stratagem").addHandler(heard)
 
 class Kill(sg.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        if me == ("worker", 0) and epoch in (1, 60):
+        if me == ("worker", 0) and epoch in (1, 3):
+            before, until = heard.returns, time.monotonic() + 45
             os.kill(int(Path("pid").read_text()), signal.SIGKILL)
-        if epoch == 60:
-            time.sleep(3)
+            while heard.returns == before and time.monotonic() < until:
+                time.sleep(0.05)
 
 if me == ("ps", 1):
     Path("pid").write_text(str(os.getpid()))
 strategy = made(in_step, backups=1)
-counts = count(strategy, 120, pause=0.01, callbacks=[Kill()])
+counts = count(strategy, 6, callbacks=[Kill()])
 if me == ("worker", 0):
-    report(strategy, counts, 120)
+    report(strategy, counts, 6)
 """
     )
     words = ["run", "--workers", "2", "--ps", "2", "--task-restarts", "5", "train.py"]
@@ -273,7 +284,8 @@ if me == ("worker", 0):
     )
     assert done.returncode == 0, done
     assert "counted = true" in done.stdout and "balanced = true" in done.stdout, done
-    assert "killed by SIGKILL" in done.stderr and "ps 1 is back" in done.stderr, done
+    assert done.stderr.count("killed by SIGKILL") == 2, done
+    assert done.stderr.count("[worker 0] ps 1 is back") == 2, done
 
 
 UNLIKE = """

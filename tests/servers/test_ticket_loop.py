@@ -260,6 +260,36 @@ def test_in_step_a_batch_with_nothing_for_some_is_refused_while_gradients_add_up
     assert compare(in_step(), twice, rows=145) < 1e-5
 
 
+def again_and_again(where: Any) -> None:
+    """Worker 1 begins a pass by hand once worker 0 has done all batches."""
+    x, y, _, _ = digits()
+    module = net()
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16)
+    module, optimizer, loader = where.prepare(module, optimizer, loader)
+    if sg.current_replica().index == 0:
+        for batch in loader:
+            backward(module, batch)
+            optimizer.step()
+        return
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            batch = next(batches)
+        backward(module, batch)
+        optimizer.step()
+
+
+def test_a_pass_that_finds_no_batch_is_told() -> None:
+    where = strategy("1 ps", "asynchronous", 2)
+    with pytest.raises(REFUSED, match=r"with `for`, or call next\(it, None\)") as caught:
+        where.run(again_and_again, where)
+    assert "Traceback" not in str(caught.value)
+
+
 def by_class(where: Any) -> nn.Module:
     """Batches of one class each, so that all parts of a batch are left out, or none."""
     x, y, _, _ = digits()
