@@ -49,7 +49,8 @@ def _shorten(whole: TracebackException, error: BaseException) -> None:
 
 
 def _is_ours(frame: FrameSummary) -> bool:
-    return frame.filename.startswith(_PACKAGE)
+    made = frame.filename == "<string>" and frame.name == "__init__"  # of a dataclass
+    return made or frame.filename.startswith(_PACKAGE)
 
 
 def _is_users(frame: FrameSummary) -> bool:

@@ -145,6 +145,27 @@ def test_a_call_behind_a_caught_error_says_that_the_job_is_over(tmp_path: Path) 
     assert "shapes cannot be multiplied" in shown and "model.fit" in shown
 
 
+@pytest.mark.parametrize(
+    ("written", "what"),
+    [
+        ("{bad", "is not JSON"),
+        ('{"cluster": {"worker": ["h:1", "h:2"]}}', "the task must be an object"),
+        (
+            '{"cluster": {"worker": ["h:1", "h:2"]}, "task": {"type": "worker", "index": 5}}',
+            "worker 5 is not in the cluster",
+        ),
+    ],
+)
+def test_a_wrong_description_of_the_cluster_is_told_in_few_lines(
+    tmp_path: Path, written: str, what: str
+) -> None:
+    """No strategy has been made yet that could shorten tracebacks."""
+    script = "import stratagem as sg\nsg.MultiWorkerMirroredStrategy()\n"
+    shown = ended(tmp_path, script, TF_CONFIG=written)
+    assert what in shown and "correct: " in shown and 'train.py", line 2' in shown
+    assert len(shown.splitlines()) <= 5
+
+
 @pytest.mark.slow
 def test_ctrl_c_shows_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
