@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,10 @@ from stratagem.wire.tree import gather_tree
 #: by the name of a property: its text, or a tensor of a few values; None where it is not known
 Look = dict[str, str | Tensor | None]
 
+#: the name of the list of a module's tensors, a line each
+_TENSORS = "tensors of the model"
+#: part of the names of Keras' variables; a name that Keras has counted up
+_OF_KERAS, _COUNTED = "_torch_params.", re.compile(r"([A-Za-z]\w*?)(?:_(\d+))?(?=[/.]|$)")
 _ROWS = 8
 _VALUES = 32  # of a row
 _READS = 4  # of an item: so many tell random augmentation from a fixed value
@@ -59,8 +65,20 @@ def compare(call: str, looks: list[Any]) -> None:
         if other != verb:
             raise _unlike(f"{name} calls {other} while {first} calls {verb}")
         for what, mine in ours.items():
+            if what == _TENSORS and mine != theirs.get(what):
+                raise UsageError(f"{name} calls {call} with {_other_model(mine, theirs, first)}")
             if not _alike(mine, theirs.get(what)):
                 raise _unlike(f"{name} calls {call} with " + _difference(what, mine, theirs, first))
+
+
+def _other_model(mine: Any, theirs: Look, first: str) -> str:
+    """Return the first tensor in which two models differ, and what to do."""
+    lines = str(mine).split("\n"), str(theirs.get(_TENSORS)).split("\n")
+    ours, others = next(pair for pair in zip_longest(*lines, fillvalue="none") if len({*pair}) > 1)
+    return (
+        f"another module than {first}: its first other tensor is {others}, not {ours}. Each "
+        "builds the model by itself: give all of them the same sizes and the same frozen parts."
+    )
 
 
 def _difference(what: str, mine: Any, theirs: Look, first: str) -> str:
@@ -162,13 +180,29 @@ def _about(mine: Sequence[float], theirs: Sequence[float]) -> bool:
 def of_module(module: nn.Module) -> Look:
     """The names, shapes and types of a module's tensors, and the classes of its parts."""
     state = [*module.named_parameters(), *module.named_buffers()]
-    outline = [
-        [name, "lazy" if is_lazy(t) else list(t.shape), str(t.dtype), t.requires_grad]
-        for name, t in state
+    names = _counted_from_0([name for name, _ in state])
+    lines = [
+        f"{name} ({'lazy' if is_lazy(t) else list(t.shape)}, "
+        f"{str(t.dtype).removeprefix('torch.')}, {'trained' if t.requires_grad else 'not trained'})"
+        for name, (_, t) in zip(names, state, strict=True)
     ]
     kinds = [type(part).__name__ for part in module.modules()]
-    text = f"{type(module).__name__} of {len(state)} tensors ({_short([outline, kinds])})"
-    return {"module": text}
+    text = f"{type(module).__name__} of layers {_short(kinds)}"
+    return {_TENSORS: "\n".join(lines), "module": text}
+
+
+def _counted_from_0(names: Sequence[str]) -> list[str]:
+    """Return Keras' names with their counts from 0 on: in a notebook dense_3 is another process'
+    dense. Layers stay in the order of their counts."""
+    counts: dict[str, set[int]] = {}
+    for base, number in _COUNTED.findall("/".join(name for name in names if _OF_KERAS in name)):
+        counts.setdefault(base, set()).add(int(number or 0))
+
+    def renamed(found: re.Match[str]) -> str:
+        place = sorted(counts[found[1]]).index(int(found[2] or 0))
+        return f"{found[1]}_{place}" if place else found[1]
+
+    return [_COUNTED.sub(renamed, name) if _OF_KERAS in name else name for name in names]
 
 
 def of_optimizer(optimizer: Optimizer, *, settings: bool) -> Look:

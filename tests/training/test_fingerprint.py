@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import stratagem as sg
+from stratagem.training import fingerprint
 from tests.ports import free_ports
 from tests.replicas.scripts import Nursery, Script, nursery
 from tests.support import by_hand, data, distance, mlp, strategy
@@ -161,7 +162,11 @@ UNLIKE = [
     ("loop(TensorDataset(drawn(8), y[:8]), alone=True)", "other values in the loader"),
     ("loop(Own(seed=me))", "other values in the loader than"),
     ("loop(lr=0.1 + me)", "another lr of the optimizer than worker 0: 1.1, not 0.1"),
-    ("loop(module=mlp(6, 4 + me))", "calls prepare with another module"),
+    (
+        "loop(module=mlp(6, 4 + me))",
+        "calls prepare with another module than worker 0: its first other tensor is 2.weight "
+        "([5, 16], float32, trained), not 2.weight ([4, 16], float32, trained).",
+    ),
 ]
 
 
@@ -255,3 +260,21 @@ def test_replicas_of_a_function_of_ones_own() -> None:
     with pytest.raises(sg.UsageError, match=words):
         made.run(train)
     made.close()
+
+
+def test_names_that_keras_counts_up_are_alike() -> None:
+    """As in a notebook, whose process has made other models before."""
+    keras = pytest.importorskip("keras")
+
+    def made(units: int = 2) -> fingerprint.Look:
+        dense = [keras.layers.Dense(n) for n in (units, 2)]
+        model = keras.Sequential([keras.Input((3,)), *dense, keras.layers.BatchNormalization()])
+        return fingerprint.of_module(model)
+
+    def compare(theirs: fingerprint.Look) -> None:
+        fingerprint.compare("prepare", [["worker 0", "prepare", first], ["b", "prepare", theirs]])
+
+    first = made()
+    compare(made())
+    with pytest.raises(sg.UsageError, match=r"dense/bias \(\[4\], .*not .*dense/bias \(\[2\]"):
+        compare(made(4))

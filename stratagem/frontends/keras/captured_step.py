@@ -108,7 +108,8 @@ class CapturedStep:
         if graph is not None:
             if logs_are_unread(self._model) and self._run_several(graph, data, tensors, shape):
                 return self._unread
-            return graph.run(tensors, self._update)
+            logs = graph.run(tensors, self._update)
+            return self._own()(data) if logs is None else logs  # Keras' own error is clear
         own = self._own()
         if shape is None or key in self._graphs:
             return own(data)

@@ -84,20 +84,29 @@ class StepGraph:
         results = [each.detach() for each in logs.values()]
         return [*gradients, *(news[i] for i in changed), *results, losses[0]]
 
-    def run(self, tensors: list[Tensor], update: PlannedUpdate | None = None) -> dict[str, Tensor]:
-        """Make the step: gradients, states, update; returns the logs."""
+    def run(
+        self, tensors: list[Tensor], update: PlannedUpdate | None = None
+    ) -> dict[str, Tensor] | None:
+        """Make the step: gradients, states, update; returns the logs, or None, with nothing done,
+        if the graph fails."""
         weights = self._weights
         for weight in weights:
             weight.grad = None
         with torch.no_grad():
-            gradients, news, logs = self._split(self._graph(*self._held, *tensors))
+            try:
+                found = self._graph(*self._held, *tensors)
+            except RuntimeError:  # a label out of bounds
+                if self._only_reads:
+                    return None
+                raise
+            gradients, news, logs = self._split(found)
             copy_all(self._written, news)
             if self._listener is not None:
                 self._listener(logs[-1], sample_weight=self._rows)
             self._hand_in(gradients)
-            found = [weight.grad for weight in weights]
-            if update is None or not update.apply(found):
-                self._model.optimizer.apply(found, self._variables)
+            given = [weight.grad for weight in weights]
+            if update is None or not update.apply(given):
+                self._model.optimizer.apply(given, self._variables)
         return dict(zip(self._names, logs, strict=False))
 
     def unread(self) -> dict[str, None]:

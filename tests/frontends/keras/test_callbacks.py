@@ -775,6 +775,15 @@ def test_a_loss_that_is_not_finite_is_told_once(
     assert at in told[0]
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_captured_step_fails_with_keras_own_error(replicas: int) -> None:
+    x, y = np.ones((320, 8), "float32"), np.zeros(320, "int64")
+    y[250] = 7  # of three classes; the steps before are captured
+    model = compiled(strategy(replicas).scope, metrics=[])
+    with pytest.raises((IndexError, sg.ReplicaFailed), match=r"Target 7 is out of bounds"):
+        model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+
+
 SCRIPT = """
 import os
 os.environ["KERAS_BACKEND"] = "torch"
