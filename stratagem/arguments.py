@@ -9,7 +9,6 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from stratagem.errors import UsageError
-from stratagem.tracebacks import install
 
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
@@ -28,7 +27,6 @@ def by_name(
 
     @wraps(method)
     def checked(*args: Args.args, **options: Args.kwargs) -> Result:
-        install()
         made = method.__name__ == "__init__"
         called = type(args[0]).__name__ if made else method.__name__
         if len(args) > len(placed) + 1:

@@ -99,12 +99,15 @@ class Strategy(CustomLoopCalls):
     #: set in the evaluator's task, which takes no part in the training: knows when that is over
     audience: EvaluatorLink | None = None
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        tracebacks.install()  # what `__init__` refuses is shown without our frames, too
+        return super().__new__(cls)
+
     def __init__(self, replica_group: TaskGroup, settings: Settings) -> None:
         self.replica_group = replica_group
         self.settings = settings
         if any(name.startswith("cpu") for name in replica_group.devices):
             keep_freed_memory(self)
-        tracebacks.install()
         if hints.explain not in tracebacks.explainers:
             tracebacks.explainers.append(hints.explain)
         _open.add(self)
