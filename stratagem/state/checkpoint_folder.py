@@ -25,7 +25,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,9 +96,10 @@ class CheckpointFolder:
     def held(self, *, successor: bool = False) -> Iterator[None]:
         """Keep other trainings out of the folder. `successor`: the process before this one may
         still stand still somewhere, so that this is only told."""
-        self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / _TRAINING
-        opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        with self._told():
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             # of a process, so that replicas, which are forked, do not hold it
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,13 +136,16 @@ class CheckpointFolder:
     def write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
         """Commit a checkpoint, and remove the oldest beyond `keep`; `position` goes into the
         manifest and has the number of steps."""
-        left = "Those that were saved there before are as they were."
-        with told(self.path, f"a checkpoint could not be saved in {self.path}", left):
+        with self._told():
             self.path.mkdir(parents=True, exist_ok=True)
             with turn(self.path / ".lock"):
                 self._tidy()
                 return self._write(snapshot, position)
         raise AssertionError("told() raises or lets pass")
+
+    def _told(self) -> AbstractContextManager[None]:
+        left = "Those that were saved there before are as they were."
+        return told(self.path, f"a checkpoint could not be saved in {self.path}", left)
 
     def _write(self, snapshot: Snapshot, position: dict[str, Any]) -> Path:
         before = self.names()

@@ -7,11 +7,11 @@ numbers of a loss are compared in full at the first pass, later by a hash in the
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from itertools import pairwise
-from math import isclose
+from math import isclose, isfinite
 from typing import Any
+from zlib import crc32
 
 from torch import Tensor
 
@@ -35,7 +35,8 @@ class LossForms:
         self._numbers: dict[Any, tuple[int, list[float]]] = {}
 
     def mark_of(self, terms: Sequence[Term], share: Share) -> float:
-        """Return a number of its own for each form, 0 for the agreed one.
+        """Return a number of its own for each form, 0 for the agreed one; of so few bits that its
+        square is exact.
 
         Refuses a loss that is multiplied by a count of this replica's rows.
         """
@@ -43,14 +44,17 @@ class LossForms:
         mark = self._marks.get(form)
         if mark is None:
             text = _text_of(terms)
-            # of so few bits that its square is exact
-            mark = 0.0 if text == self._agreed else (zlib.crc32(text.encode()) % 4095 + 1) / 4096
+            mark = 0.0 if self._agrees(text, terms) else (crc32(text.encode()) % 4095 + 1) / 4096
             if share.examples < share.total:
                 self._refuse_counts(terms, share.examples, share.total)
                 if len(self._marks) > _FORMS:
                     self._marks.clear()
                 self._marks[form] = mark
         return mark
+
+    def _agrees(self, text: str, terms: Sequence[Term]) -> bool:
+        """Also a loss that has overflowed, which its gradients tell."""
+        return text == self._agreed or not all(isfinite(n) for t in terms for n in t.numbers)
 
     def _refuse_counts(self, terms: Sequence[Term], rows: int, total: int) -> None:
         terms = [term for term in terms if term.kind != "fixed"]

@@ -38,11 +38,11 @@ def test_lines_are_labelled_and_keep_their_stream(launcher: Launcher) -> None:
         "[worker 0] to out 0",
         "[worker 1] to out 1",
     ]
-    assert sorted(err.splitlines()) == [
-        "[ps 0] to err 0",
-        "[worker 0] to err 0",
-        "[worker 1] to err 1",
-    ]
+    *lines, remedy, who, same = err.splitlines()
+    assert sorted(lines) == ["[ps 0] to err 0", "[worker 0] to err 0", "[worker 1] to err 1"]
+    assert "make a strategy" in remedy
+    assert "worker 0 and worker 1 ran the whole script" in who
+    assert "did the same work" in same
 
 
 def test_lines_never_mix(launcher: Launcher) -> None:
