@@ -123,6 +123,7 @@ def _shares(
         if check.open:
             check.before(portion)
         yield number, portion
+        check.after()
     if job.between:
         listen()  # for changes after the last batch
 

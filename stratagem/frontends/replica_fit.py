@@ -226,6 +226,7 @@ class ReplicaSide:
         journal = self.job.journal
         if journal is None:
             self.step.take(portion, last)
+            self._check.after()
             if self.step.settled:
                 self.step.sync()
             figures_of(self.replica).step(portion.examples)
@@ -242,6 +243,7 @@ class ReplicaSide:
         if self._traces is not None:
             self._traces.before()
         done_here = self.replica.collective.step(partial(self.step.take, portion, last))
+        self._check.after()
         if self._traces is not None and self._traces.left():
             self.replica.collective.offer(None, lambda told: None)  # a standby cannot join any more
         if self.step.settled:

@@ -103,6 +103,10 @@ class RowCheck:
             self._kept = None
         self._count()
 
+    def after(self) -> None:
+        """After the step of this batch: warn if it could not be checked."""
+        self._schedule.after()
+
     def rehearse(self, portion: Portion) -> None:
         """Run a batch through model and loss as a dry run, to warm up a standby's first step."""
         batch = [portion.x, portion.y, portion.weight]

@@ -267,6 +267,8 @@ class CheckSchedule:
         self.passed: dict[str, int] = {}
         #: verbs of which a few rows could not be tried
         self._untried: set[str] = set()
+        #: why, until the step has succeeded: one that fails, too, has a better error
+        self._untold: str | None = None
 
     def is_due(self, verb: str, runs_user_code: Callable[[], bool]) -> bool:
         number = self.passed.get(verb, 0) + 1
@@ -276,7 +278,7 @@ class CheckSchedule:
         self.passed[verb] = self.passed.get(verb, 0) + 1
 
     def run(self, verb: str, check: Callable[[], None]) -> None:
-        """Make a check; if that fails, warn once: the step, if it fails too, has a better error."""
+        """Make a check; if that fails, have `after` warn, once."""
         if verb in self._untried:
             return
         try:
@@ -285,9 +287,14 @@ class CheckSchedule:
             raise
         except Exception as error:
             self._untried.add(verb)
+            self._untold = f"{type(error).__name__}: {error}"
+
+    def after(self) -> None:
+        """After the step: warn if its check could not be made."""
+        why, self._untold = self._untold, None
+        if why is not None:
             log.warning(
-                "whether rows depend on each other cannot be tried on a part of a batch (%s: %s), "
-                "so that is taken on trust, unchecked.",
-                type(error).__name__,
-                error,
+                "whether rows depend on each other cannot be tried on a part of a batch (%s), so "
+                "that is taken on trust, unchecked.",
+                why,
             )

@@ -152,6 +152,7 @@ class WorkerSide:
         if self._check.open:
             self._check.alone(portion)
         self._counted += self.step.push(work, portion)
+        self._check.after()
 
     def _report(self, *, void: bool = False) -> None:
         """Report this worker's counts of the epoch; `void`: the last gradient was dropped."""

@@ -26,6 +26,8 @@ from stratagem.wire.device_kinds import gpu_in_use
 
 #: an argument of attention and of its backward
 _DROPOUT = "dropout_p"
+#: in the names of operations that draw a mask
+_MASKS = "dropout", "bernoulli"
 #: runs in place of an operation, given the operation and its arguments
 Still = Callable[[Any, dict[str, Any]], Any]
 
@@ -69,6 +71,8 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.epsilon = 0.0
         #: whether an operation would have drawn random numbers
         self.draws = False
+        #: whether they were more than masks of a dropout
+        self.noise = False
         self._before: dict[Any, tuple[Tensor, Tensor]] = {}
         self._generators: dict[torch.Generator, Tensor] = {}
 
@@ -99,6 +103,7 @@ class WriteJournal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if generator is not None and generator not in self._generators:
             self._generators[generator] = generator.get_state()
         self.draws |= known.random or bool(given.get(_DROPOUT))
+        self.noise |= known.random and not any(mask in func._schema.name for mask in _MASKS)
         if known.still is not None:
             return known.still(func, given)
         if given.get(_DROPOUT):

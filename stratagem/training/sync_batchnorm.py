@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.compat.torch_names import BatchNorm
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.replica import Replica, Share, current_replica
 from stratagem.wire.collective import Collective
 
@@ -86,7 +86,7 @@ class Room:
             var, mean = torch.var_mean(x.to(self.dtype), _other_axes(x), correction=0)
             own = x.numel() // self.channels
             rows[rank] = torch.cat([mean, var * own, rows.new_tensor([own])])
-        self.collective.all_reduce(self._rows).wait()
+        self._all_reduce(self._rows)
         c = self.channels
         means, deviations, n = rows[:, :c], rows[:, c : 2 * c], rows[:, 2 * c :]
         total = n.sum()
@@ -99,8 +99,18 @@ class Room:
 
     def add_up(self, sums: Tensor, weight: float) -> Tensor:
         self._sums.copy_(sums)
-        self.collective.all_reduce(self._sums, weight).wait()
+        self._all_reduce(self._sums, weight)
         return self._sums.clone()
+
+    def _all_reduce(self, sums: Tensor, weight: float = 1.0) -> None:
+        try:
+            self.collective.all_reduce(sums, weight).wait()
+        except UsageError as error:
+            raise UsageError(
+                "call model.eval() before a forward pass that one replica makes alone (the "
+                "chief's, to log something), or make it on all: with sync_batchnorm=True a "
+                f"BatchNorm layer in train mode adds up over all replicas. {error}"
+            ) from error
 
 
 def _type(layer: BatchNorm) -> torch.dtype:

@@ -216,6 +216,17 @@ def test_what_cannot_be_tried_is_said(two: sg.Strategy, caplog: pytest.LogCaptur
 
 
 @pytest.mark.timeout(60)
+def test_a_step_that_fails_itself_is_not_taken_on_trust(
+    two: sg.Strategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = data(36)
+    model = model_on(two, loss=lambda output, target: F.cross_entropy(output, target + 7))
+    with pytest.raises(IndexError, match="out of bounds"):
+        model.fit(x, y, batch_size=12, verbose=0)
+    assert "unchecked" not in caplog.text
+
+
+@pytest.mark.timeout(60)
 def test_a_random_loss_is_left_alone(two: sg.Strategy, caplog: pytest.LogCaptureFixture) -> None:
     def noisy(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output + torch.randn_like(output), target)

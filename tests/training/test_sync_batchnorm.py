@@ -224,6 +224,27 @@ def test_without_running_statistics(two: sg.Strategy) -> None:
             call()
 
 
+def test_a_forward_pass_of_the_chief_alone(two: sg.Strategy) -> None:
+    x, y = data(24)
+
+    def train(evaluates: bool) -> bool:
+        model = net()
+        loader = DataLoader(TensorDataset(x, y), batch_size=8)
+        model, optimizer, loader = two.prepare(model, sgd(model.parameters()), loader)
+        for rows, targets in loader:
+            F.cross_entropy(model(rows), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if two.is_chief:
+                model.train(not evaluates)(x[:5])
+                model.train()
+        return True
+
+    assert all(two.run(train, True))
+    with pytest.raises((sg.UsageError, sg.ReplicaFailed), match=r"model.eval\(\) before a forward"):
+        two.run(train, False)
+
+
 # --- each replica by itself ----------------------------------------------------------------------
 
 

@@ -287,6 +287,7 @@ class Driver:
         copy.between_steps = self.needs.acts
         copy.stale |= self.needs.single
         result = self.side.step(name, data, total)
+        self.schedule.after()
         self._left = (time.perf_counter(), METER.wait) if name == "train_step" else None
         return result
 
@@ -312,8 +313,9 @@ class Driver:
             return
         if self.schedule.is_due(step, lambda: StepSettings(self.model).foreign is not None):
             arguments = self.model, step, data, adapter.replica, count
+            warns = step not in self.schedule.passed
             with self.playing():
-                self.schedule.run(step, partial(check_step, *arguments, apart=apart))
+                self.schedule.run(step, partial(check_step, *arguments, apart=apart, warns=warns))
             adapter.mark()
         self.schedule.count(step)
 

@@ -61,6 +61,8 @@ class Run(Outcome):
     moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     #: the user's own metrics that were updated
     given: list[Any] = field(default_factory=list)
+    #: whether random numbers were drawn, beside masks of a dropout
+    noise: bool = False
 
 
 class Bench:
@@ -107,7 +109,7 @@ class Bench:
             states = zip(grounds, self.states, strict=True)
             run.moves = [(before, _plain(v) - before) for before, v in states]
             counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
-        run.epsilon = journal.epsilon
+        run.epsilon, run.noise = journal.epsilon, journal.noise
         run.gradients = [gradient for each in run.passes for gradient in each]
         for key, after in counted.items():
             before = run.bases.get(key) or [torch.zeros(())] * len(after)

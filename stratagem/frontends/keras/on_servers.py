@@ -27,7 +27,7 @@ from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.server_training import ServerTraining
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.worker import adapter_of, assist, attend
-from stratagem.frontends.keras.worker_session import dismiss, refuse
+from stratagem.frontends.keras.worker_session import SEVERAL, dismiss, refuse
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client
@@ -82,11 +82,7 @@ class OnServers:
     def start(self, call: Call) -> Any:
         driver, model = self._driver, self._driver.model
         if len(_stepping(model)) > 1:
-            raise NotDistributable(
-                "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
-                "made by mixed_float16), and parameter servers run a single one; use "
-                "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
-            )
+            raise NotDistributable(SEVERAL)
         if model.compiled:
             refuse(model)
         if call.name == "fit":
@@ -204,11 +200,13 @@ class OnServers:
 
 
 def _stepping(model: Any) -> list[Any]:
-    """Return the optimizers that a step may use: not that of a part which was compiled before."""
+    """Return the optimizers that a step may use. That of a part which was compiled before rarely
+    steps; a worker refuses it when it does."""
     if not has_own(model, "train_step"):
         return model_pickle.optimizers(model.optimizer)
     parts = [p for p in model._flatten_layers(include_self=False) if isinstance(p, keras.Model)]
-    idle = {id(part.optimizer) for part in parts if not part.trainable_variables}
+    old = [each for p in parts for each in model_pickle.optimizers(getattr(p, "optimizer", None))]
+    idle = {id(each) for each in old if each is not model.optimizer}
     return [each for each in model_pickle.optimizers(model) if id(each) not in idle]
 
 

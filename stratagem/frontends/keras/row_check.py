@@ -7,6 +7,7 @@ agree to rounding.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stratagem.data.shares import count_rows, rows, share
-from stratagem.errors import NotDistributable
+from stratagem.errors import NotDistributable, StratagemError
 from stratagem.frontends.keras.dry_step import Bench, Run, Trial
 from stratagem.frontends.keras.step_logs import user_metrics
 from stratagem.frontends.row_check import sizes_of
@@ -30,21 +31,36 @@ from stratagem.frontends.row_trials import (
 from stratagem.training.prepare import to_device
 from stratagem.training.replica import Replica
 
+log = logging.getLogger("stratagem")
 _VERBS = {"train_step": "train", "test_step": "evaluate", "predict_step": "predict"}
 
 
 def check_step(
-    model: Any, step: str, data: Any, replica: Replica, count: int, *, apart: bool = False
+    model: Any,
+    step: str,
+    data: Any,
+    replica: Replica,
+    count: int,
+    *,
+    apart: bool = False,
+    warns: bool = False,
 ) -> None:
     """Raise if `count` shares of this batch do not add up; `apart`: workers have whole batches, and
-    only their metrics must add up. Leaves no trace."""
+    only their metrics must add up. Leaves no trace. `warns`: say that noise is drawn."""
     total = count_rows(data)
     first, second = (end - start for start, end in (share(total, count, i) for i in (0, 1)))
     sizes = list(sizes_of(first, second))
     few = rows(data, 0, sum(sizes))
     few = few if replica.device.type == "cpu" else to_device(few, replica.device)
     batches = [few, rows(few, 0, sizes[0]), rows(few, sizes[0], sum(sizes))]
-    _Check(Bench(model, step), replica, batches, sizes, apart).run()
+    check = _Check(Bench(model, step), replica, batches, sizes, apart)
+    check.run(whole=sum(sizes) == total)
+    if warns and check.bench.trains and check.tried is not None and check.tried.noise:
+        log.warning(
+            "train_step draws random numbers (noise, a Sampling layer); as with dropout, each "
+            "replica draws its own, so weights are not those of one device. A run can be repeated "
+            "from one seed; noise that is drawn with the data is that of one device."
+        )
 
 
 @dataclass
@@ -57,11 +73,30 @@ class _Check:
     batches: list[Any]
     sizes: list[int]
     apart: bool
+    #: the run of all rows, once it has succeeded
+    tried: Run | None = None
 
-    def run(self) -> None:
+    def run(self, *, whole: bool) -> None:
+        """`whole`: the rows are all that the batch has."""
+        try:
+            self._try()
+        except StratagemError:
+            raise
+        except Exception as error:
+            if not whole or self.tried is None:
+                raise
+            raise NotDistributable(
+                "give parts that belong together (anchors and positives) as a tuple of arrays with "
+                "a row for each example, a larger batch_size where several rows are needed, or use "
+                f"one device: replicas share a batch by its first axis, and {self.bench.step} "
+                f"takes all {sum(self.sizes)} rows of this one, but not a part of them "
+                f"({type(error).__name__}: {error})."
+            ) from error
+
+    def _try(self) -> None:
         bench, sizes, (few, *parts) = self.bench, self.sizes, self.batches
         together = parts if self.apart else [few]
-        whole = bench.run(together)
+        whole = self.tried = bench.run(together)
         shares = [bench.run([p]) for p in parts] if self.apart else self._shares(parts, sizes)
         tolerance = Tolerance.of(self.replica.device, (whole, *shares))
 

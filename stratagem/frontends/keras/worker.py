@@ -27,7 +27,7 @@ from stratagem.frontends.keras.callback_needs import from_chief
 from stratagem.frontends.keras.denominators import BatchPart, SharedPart
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.step_logs import flat, restorer
-from stratagem.frontends.keras.worker_session import Dismissed, KerasSession
+from stratagem.frontends.keras.worker_session import Dismissed, KerasSession, overlay
 from stratagem.servers.client import Assignment, Client, EpochOver, FitOver
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late
@@ -90,13 +90,13 @@ class TicketStep:
         self._counted = False
         self._edition = 0
         self._tracker = getattr(self.model, "_loss_tracker", None)
-        self.model.optimizer.__dict__["apply"] = self._apply
+        overlay(adapter, self._apply)
         if self._tracker is not None:
             self._tracker.__dict__["update_state"] = self._noting_loss(self._tracker)
 
     def close(self) -> None:
         """Give the optimizer and the loss tracker their own methods back."""
-        self.model.optimizer.__dict__.pop("apply", None)
+        overlay(self.adapter, None)
         if self._tracker is not None:
             self._tracker.__dict__.pop("update_state", None)
         if self._exchange is not None:

@@ -6,7 +6,7 @@ finishes into the outbox. `TicketStep` (worker.py) commits them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ from stratagem.state import keras_recipe
 from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import partition
 from stratagem.training.settings import Served, Settings
+
+SEVERAL = (
+    "the model steps several optimizers, or one inside of another (LossScaleOptimizer, "
+    "made by mixed_float16), and parameter servers run a single one; use "
+    "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
+)
 
 
 class Dismissed(Exception):
@@ -117,6 +123,20 @@ class KerasSession(Session):
     def forget_gradients(self) -> None:
         super().forget_gradients()
         self.made = [None] * len(self.params)
+
+
+def overlay(adapter: KerasAdapter, apply: Callable[..., Any] | None) -> None:
+    """Replace the optimizer's `apply`, and refuse that of others; None puts back their own."""
+    for optimizer in adapter.optimizers:
+        if apply is None:
+            optimizer.__dict__.pop("apply", None)
+        else:
+            mine = optimizer is adapter.model.optimizer
+            optimizer.__dict__["apply"] = apply if mine else _refuse_apply
+
+
+def _refuse_apply(*args: Any, **kwargs: Any) -> None:
+    raise NotDistributable(SEVERAL)
 
 
 def refuse(model: Any) -> None:

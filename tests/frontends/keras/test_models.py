@@ -892,7 +892,9 @@ class Shaken(keras.layers.Layer):
     ],
     ids=["dropout", "seeded", "own_dice"],
 )
-def test_dice_repeat_from_one_seed(build: Any) -> None:
+def test_dice_repeat_from_one_seed(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Noise is told once for each model; a dropout's masks are not."""
+
     def run() -> Any:
         keras.utils.set_random_seed(3)
         model = compiled(strategy(2).scope, build)
@@ -902,6 +904,8 @@ def test_dice_repeat_from_one_seed(build: Any) -> None:
     first, again = run(), run()
     for a, b in zip(first[0], again[0], strict=True):
         assert np.array_equal(a, b)
+    noisy = any(isinstance(layer, Shaken) for layer in build().layers)
+    assert caplog.text.count("draws random numbers (noise") == (2 if noisy else 0)
 
 
 class Witness(keras.layers.Layer):

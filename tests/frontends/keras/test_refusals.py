@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -197,3 +198,57 @@ def test_a_layer_that_wants_two_rows_is_told_of_its_share(verb: str) -> None:
     told = r"two rows, please(.|\n)*replica [01] has 1 of this batch's 2 rows.*drop_last=True"
     with pytest.raises((ValueError, sg.ReplicaFailed), match=told):
         getattr(model, verb)(*data, batch_size=4, verbose=0)
+
+
+# --- a batch that is not made of rows -------------------------------------------------------------
+
+
+class Anchors(keras.utils.PyDataset):
+    """The first axis is anchors and positives; the second one has the examples."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng(index).normal(size=(2, 5, 6)).astype("float32")
+
+
+class Metric(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> Any:
+        anchors, positives = data[0][0], data[0][1]
+        self.zero_grad()
+        loss = ((self(anchors, training=True) - self(positives, training=True)) ** 2).mean()
+        loss.backward()
+        weights = self.trainable_weights
+        with torch.no_grad():
+            self.optimizer.apply([v.value.grad for v in weights], weights)
+        return {"loss": loss}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_data_whose_first_axis_is_not_rows(replicas: int) -> None:
+    with strategy(replicas).scope():
+        model = Metric()
+        model.compile("sgd")
+    told = r"a tuple of arrays with a row for each example.*all 2 rows.*index 1 is out of bounds"
+    with pytest.raises(sg.NotDistributable, match=told):
+        model.fit(Anchors(), verbose=0)
+
+
+@pytest.mark.timeout(60)
+def test_a_step_that_fails_itself_is_not_taken_on_trust(caplog: Any) -> None:
+    x, y = digits(16)
+    with strategy(2).scope():
+        model = keras.Sequential([keras.Input((8,)), layers.Dense(3)])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    with pytest.raises((IndexError, sg.StratagemError), match="out of bounds"):
+        model.fit(x, y + 7, verbose=0)
+    assert "unchecked" not in caplog.text

@@ -317,17 +317,48 @@ def on_a_base() -> Any:
     return keras.Sequential([base, layers.Dense(3)])
 
 
-def own_on_a_base() -> Any:
-    model = Own()
+def own_on_a_base(kind: Any = None, trainable: bool = False) -> Any:
+    model = (kind or Own)()
     model.dense = on_a_base()
+    model.dense.layers[0].trainable = trainable
+    return model
+
+
+def own_on_a_fresh_base() -> Any:
+    """The frozen base was never compiled: it has no optimizer at all."""
+    model = Own()
+    base = keras.Sequential([keras.Input((8,)), layers.Dense(6, activation="tanh")])
+    base.trainable = False
+    model.dense = keras.Sequential([base, layers.Dense(3)])
     return model
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("build", [on_a_base, own_on_a_base])
+@pytest.mark.parametrize(
+    "build",
+    [on_a_base, own_on_a_base, lambda: own_on_a_base(trainable=True), own_on_a_fresh_base],
+    ids=["keras", "own step", "own step, trained", "own step, never compiled"],
+)
 def test_a_part_that_was_compiled_before(build: Any) -> None:
     """Its optimizer never steps."""
     both(build=build)
+
+
+class InTurn(Own):
+    """Steps the optimizer of a part."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        weights = self.dense.layers[0].trainable_weights
+        self.dense.layers[0].optimizer.apply([v.value.grad for v in weights], weights)
+        return logs
+
+
+def test_the_optimizer_of_a_part_that_steps() -> None:
+    x, y = digits(16)
+    build = lambda: own_on_a_base(InTurn, trainable=True)  # noqa: E731
+    with pytest.raises(sg.NotDistributable, match="MirroredStrategy where models train in turn"):
+        train(build, momentum, {"x": x, "y": y}, served(SYNC, 2, 1))
 
 
 class Averaging(Own):
