@@ -312,8 +312,10 @@ class Driver:
             return
         if self.schedule.is_due(step, lambda: StepSettings(self.model).foreign is not None):
             arguments = self.model, step, data, adapter.replica, count
+            reduced = self.strategy.settings.sync is None
+            check = partial(check_step, *arguments, apart=apart, reduced=reduced)
             with self.playing():
-                self.schedule.run(step, partial(check_step, *arguments, apart=apart))
+                self.schedule.run(step, check)
             adapter.mark()
         self.schedule.count(step)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter
 from stratagem.frontends.keras.driver import Driver
-from stratagem.frontends.keras.row_means import own_states
+from stratagem.frontends.keras.row_means import assignable
 from stratagem.frontends.keras.step_logs import nested
 from stratagem.frontends.keras.worker import TicketWorker
 from stratagem.frontends.keras.worker_session import KerasSession
@@ -213,7 +213,7 @@ class ServerTraining:
 
     def _refuse_apart(self, tensor: Tensor) -> None:
         """In step: raise if this is what the user's step sets from rows, not a batch norm's."""
-        states = own_states(self._adapter.model) if self.session.plan.in_step else []
+        states = assignable(self._adapter.model) if self.session.plan.in_step else []
         for path in (v.path for v in states if v.value is tensor):
             raise NotDistributable(
                 f"train_step set {path!r} from the rows of the batch, of which each worker has "
