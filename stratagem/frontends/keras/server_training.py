@@ -59,9 +59,12 @@ class ServerTraining:
         self._returned: dict[str, Any] = {}
         if self.worker.step.custom and not plan.in_step:
             log.warning(
-                "train_step is your own, and asynchronous servers apply its gradients later: what "
-                "it reads after optimizer.apply is from before. If it reads weights or "
-                "optimizer.iterations there, use updates=sg.Synchronous()."
+                "train_step is your own, and %s: what it reads after optimizer.apply is from "
+                "before. If it reads weights or optimizer.iterations there, use "
+                "updates=sg.Synchronous().",
+                "with spares a worker has parts of some batches only"
+                if plan.shares_batches
+                else "asynchronous servers apply its gradients later",
             )
         adapter.mark()
 
