@@ -66,8 +66,17 @@ class TicketLoader:
         self._refusal: NotDistributable | None = None
         self._gradients: list[Tensor | None] = []
         self._writes = LoopWrites(session)
+        #: whether a worker has a part of some batches only
+        self._spares = not self._over and session.plan.shares_batches and not session.plan.in_step
         if not self._over:
             session.until_end(self._writes)
+        if self._spares and session.worker.is_chief:
+            log.warning(
+                "%r: a worker has parts of some batches only, so what the loop reads after "
+                "optimizer.step(), counts or averages is not what one device has; with "
+                "updates=sg.Synchronous() it is.",
+                session.plan.updates,
+            )
 
     def gather_round(self, group: LoopDeviceGroup) -> None:
         """Have other devices share every ticket."""
@@ -172,6 +181,12 @@ class TicketLoader:
             (ticket, _), self._held = self._held, None
             self.session.worker.ask("skip", serial=ticket.serial)
             self._carry.keep()
+            if self._spares and self._carry.is_here:
+                raise NotDistributable(
+                    "call optimizer.step() and zero_grad() for each batch, or use "
+                    "updates=sg.Synchronous(): gradients are added up over batches, and with "
+                    "spares a worker has parts of some batches only."
+                )
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""

@@ -82,8 +82,14 @@ class TrainingPlan:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step ends with the values that it made."""
-        return isinstance(self.updates, Synchronous) or self.workers == 1
+        """Whether a step ends with the values that it made: each worker has a part of each batch,
+        or whole batches alone."""
+        return self.workers == 1 or (self.shares_batches and self.parts == self.workers)
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether a batch is dealt in parts; with spares not every worker has one of each."""
+        return isinstance(self.updates, Synchronous)
 
     @property
     def at_once(self) -> int:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
+from stratagem.errors import NotDistributable
 from tests.served_support import apart, close_all, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,6 +74,27 @@ def test_one_worker_reads_new_weights_by_any_rule() -> None:
     where = strategy("1 ps", "asynchronous", 1)
     ((mine, _),) = where.run(averaged, where)
     assert max(map(apart, mine, averaged(None)[0])) < 1e-5
+
+
+def accumulated(where: Any) -> None:
+    module, optimizer, loader = prepared(where)
+    for number, (x, y) in enumerate(loader):
+        (F.mse_loss(module(x), y) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_with_spares_a_loop_is_told_and_gradients_of_several_batches_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A worker has parts of some batches only."""
+    where = strategy("1 ps", "spares", 3)
+    where.run(averaged, where)
+    assert "not all of" not in caplog.text
+    assert "a worker has parts of some batches only, so what the loop reads" in caplog.text
+    with pytest.raises(NotDistributable, match="added up over batches, and with spares"):
+        where.run(accumulated, where)
 
 
 def with_state(where: Any, fetch: bool) -> tuple[nn.Module, list[float], float]:

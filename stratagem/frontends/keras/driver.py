@@ -314,8 +314,10 @@ class Driver:
         if self.schedule.is_due(step, lambda: StepSettings(self.model).foreign is not None):
             arguments = self.model, step, data, adapter.replica, count
             warns = step not in self.schedule.passed
+            reduced = self.strategy.settings.sync is None
+            check = partial(check_step, *arguments, apart=apart, reduced=reduced, warns=warns)
             with self.playing():
-                self.schedule.run(step, partial(check_step, *arguments, apart=apart, warns=warns))
+                self.schedule.run(step, check)
             adapter.mark()
         self.schedule.count(step)
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from stratagem.frontends.keras.adapter import Attributes
 from stratagem.frontends.keras.denominators import BatchPart, made_exact, whole_activity
 from stratagem.frontends.keras.model_pickle import optimizers
-from stratagem.frontends.keras.row_means import own_states
+from stratagem.frontends.keras.row_means import assignable
 from stratagem.frontends.keras.step_logs import user_metrics
 from stratagem.frontends.row_trials import Outcome, copied
+from stratagem.state.change_tracker import TensorTracker
 from stratagem.training.isolated_run import Replacement, dry_run, norms_by_row, replaced
 from stratagem.training.replica import Replica
 
@@ -57,8 +58,8 @@ class Run(Outcome):
     counts: dict[int, list[Tensor]] = field(default_factory=dict)
     #: by metric, the values before, to whose size counts are rounded
     bases: dict[int, list[Tensor]] = field(default_factory=dict)
-    #: by variable that the user's step may write to: the value before, and the change
-    moves: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    #: by number of a variable that the step has set itself: the change
+    moves: dict[int, Tensor] = field(default_factory=dict)
     #: the user's own metrics that were updated
     given: list[Any] = field(default_factory=list)
     #: whether random numbers were drawn, beside masks of a dropout
@@ -71,8 +72,8 @@ class Bench:
     def __init__(self, model: Any, step: str) -> None:
         self.model, self.step = model, step
         self.trains = step == "train_step"
-        #: variables that are not trained, of the user's own layers
-        self.states = own_states(model) if self.trains else []
+        #: variables that a step may set itself
+        self.states = assignable(model) if self.trains else []
         self._modules = modules_of(model)
         self._norms = _norms_by_row(model, self._modules) if self.trains else []
 
@@ -85,15 +86,21 @@ class Bench:
         return own
 
     def run(
-        self, batches: list[Any], trial: Trial | None = None, *, disturbed: bool = False
+        self,
+        batches: list[Any],
+        trial: Trial | None = None,
+        *,
+        disturbed: bool = False,
+        reduced: Run | None = None,
     ) -> Run:
+        """Make a step on each batch; `reduced`: the run whose gradients backward makes."""
         model, own = self.model, self._own()
         run = Run(weight=1.0 if trial is None else trial.share.weight)
         with ExitStack() as held:
             held.enter_context(_as_before(model, self._modules))
             journal = held.enter_context(dry_run(disturbed=disturbed))
             watches = self.step != "predict_step"
-            held.enter_context(_watched(model, run, self._optimizers, outputs=watches))
+            held.enter_context(_watched(model, run, self._optimizers, reduced, outputs=watches))
             held.enter_context(torch.set_grad_enabled(self.trains))
             model.train(self.trains)
             held.enter_context(replaced(self._norms))
@@ -102,14 +109,14 @@ class Bench:
                 held.enter_context(whole_activity(model, trial))
             type(model).reset_metrics(model)  # beside a long epoch's sums small counts are rounded
             run.bases = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
-            grounds = [_plain(v) for v in self.states]
+            writes = TensorTracker([v.value for v in self.states])
             for batch in batches:
                 returned = own(batch)
             returned = keras.tree.map_structure(copied, returned)
-            states = zip(grounds, self.states, strict=True)
-            run.moves = [(before, _plain(v) - before) for before, v in states]
+            states = {i: _plain(self.states[i]) for i in writes.changes()}
             counted = {id(m): [_plain(v) for v in m.variables] for m in user_metrics(model)}
         run.epsilon, run.noise = journal.epsilon, journal.noise
+        run.moves = {i: value - _plain(self.states[i]) for i, value in states.items()}
         run.gradients = [gradient for each in run.passes for gradient in each]
         for key, after in counted.items():
             before = run.bases.get(key) or [torch.zeros(())] * len(after)
@@ -159,7 +166,9 @@ def modules_of(model: Any) -> list[Any]:
 
 
 @contextmanager
-def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> Iterator[None]:
+def _watched(
+    model: Any, run: Run, optimizers: list[Any], reduced: Run | None, *, outputs: bool
+) -> Iterator[None]:
     """Record outputs and gradients; optimizers do nothing."""
     methods = _noting_outputs(model, run) if outputs else []
     methods += [(each, "apply", lambda *args, **kwargs: None) for each in optimizers]
@@ -167,8 +176,9 @@ def _watched(model: Any, run: Run, optimizers: list[Any], *, outputs: bool) -> I
     methods += [(each, "update_state", _giving(each, run)) for each in own]
     variables = model.trainable_variables
     run.passes = [[] for _ in variables]
-    pairs = zip(variables, run.passes, strict=True)
-    hooks = [variable.value.register_hook(_noting(noted)) for variable, noted in pairs]
+    whole = [None] * len(variables) if reduced is None else reduced.passes
+    each_noted = zip(variables, run.passes, whole, strict=True)
+    hooks = [v.value.register_hook(_noting(noted, other)) for v, noted, other in each_noted]
     try:
         with replaced(methods):
             yield
@@ -195,8 +205,12 @@ def _giving(metric: Any, run: Run) -> Callable[..., Any]:
     return update_state
 
 
-def _noting(noted: list[Tensor]) -> Callable[[Tensor], None]:
-    return lambda gradient: noted.append(gradient.detach().clone())
+def _noting(noted: list[Tensor], reduced: list[Tensor] | None) -> Callable[[Tensor], Tensor | None]:
+    def note(gradient: Tensor) -> Tensor | None:
+        noted.append(gradient.detach().clone())
+        return reduced[len(noted) - 1] if reduced and len(noted) <= len(reduced) else None
+
+    return note
 
 
 def _norms_by_row(model: Any, modules: list[Any]) -> list[Replacement]:

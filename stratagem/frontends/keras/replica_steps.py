@@ -22,7 +22,8 @@ from stratagem.frontends.keras.adapter import (
     trainable,
 )
 from stratagem.frontends.keras.denominators import SharedPart, synchronise
-from stratagem.frontends.keras.row_means import own_states, weigh
+from stratagem.frontends.keras.row_means import OwnStates
+from stratagem.rules.cadence import LocalSteps
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.keras_stepper import fuse
 from stratagem.training.exchange import GradientExchange, open_exchange
@@ -52,9 +53,8 @@ class ReplicaSteps:
         #: by replica, from a backup: the state that the next committer loads
         self._kept: list[dict[str, Any]] = []
         self._trainable: list[bool] = []
-        #: what the user's step may set to means over its rows, and what it has written to
-        self._states: list[Any] = []
-        self._written = TensorTracker()
+        #: what the user's step may set to means over its rows
+        self._states: OwnStates | None = None
         #: whether the next training step is the first since metrics were reset; the losses since
         self._fresh, self._losses = True, FirstBroken()
         self.verbs: dict[str, Callable[..., Any]] = {
@@ -107,9 +107,9 @@ class ReplicaSteps:
             if not adapter.replica.is_chief:  # the chief undoes its steps by `StepUndo`
                 apart.remember()
             apart.uncounted = True
-        self._written.mark([v.value for v in self._states])
+        reducing = nullcontext() if self.committer is None else self._reducing(self.committer)
         try:
-            with nullcontext() if self.committer is None else self._reducing(self.committer):
+            with reducing, nullcontext() if self._states is None else self._states.watching():
                 result = adapter.play("train_step", data)
         finally:
             self.active = False
@@ -117,8 +117,8 @@ class ReplicaSteps:
         if self.committer is not None and not isinstance(apart, LocalUpdates):
             self.committer.sync()
         self._figures.step(adapter.replica.share.examples)
-        if self._states:
-            weigh(self._states, self._written.changes(), adapter.replica)
+        if self._states is not None:
+            self._states.weigh(adapter.replica)
         if total < adapter.replica.count:
             self._share_state()
         return result
@@ -146,8 +146,10 @@ class ReplicaSteps:
         trained = model.trainable_variables
         named = [(f"{v.name} (variable {places[id(v)]})", v.value) for v in trained]
         self._trainable = trainable(model)
+        sync = self.settings.sync
         # replicas that meet now and then average all state at the end
-        self._states = own_states(model) if self.settings.sync is None else []
+        always = sync is None or sync == LocalSteps(1)
+        self._states = OwnStates(model, self.adapter.optimizers, sync) if always else None
         if not named:
             return  # Keras trains nothing then, and counts
         check_optimizer(self.settings, model.optimizer, replica)
@@ -188,6 +190,8 @@ class ReplicaSteps:
     def _share_state(self) -> None:
         """Copy the chief's moving statistics to replicas that had no example. Collective."""
         state, replica = kept(self.adapter.model), self.adapter.replica
+        if self._states is not None:
+            state += [v.value for v in self._states.variables if v.trainable]
         if state:
             chiefs = broadcast_tree(replica.collective, [t.detach() for t in state])
             if not replica.share.examples:

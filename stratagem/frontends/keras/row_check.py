@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -43,17 +44,19 @@ def check_step(
     count: int,
     *,
     apart: bool = False,
+    reduced: bool = True,
     warns: bool = False,
 ) -> None:
     """Raise if `count` shares of this batch do not add up; `apart`: workers have whole batches, and
-    only their metrics must add up. Leaves no trace. `warns`: say that noise is drawn."""
+    only their metrics must add up; `reduced`: backward adds gradients up. Leaves no trace.
+    `warns`: say that noise is drawn."""
     total = count_rows(data)
     first, second = (end - start for start, end in (share(total, count, i) for i in (0, 1)))
     sizes = list(sizes_of(first, second))
     few = rows(data, 0, sum(sizes))
     few = few if replica.device.type == "cpu" else to_device(few, replica.device)
     batches = [few, rows(few, 0, sizes[0]), rows(few, sizes[0], sum(sizes))]
-    check = _Check(Bench(model, step), replica, batches, sizes, apart)
+    check = _Check(Bench(model, step), replica, batches, sizes, apart, reduced)
     check.run(whole=sum(sizes) == total)
     if warns and check.bench.trains and check.tried is not None and check.tried.noise:
         log.warning(
@@ -73,6 +76,7 @@ class _Check:
     batches: list[Any]
     sizes: list[int]
     apart: bool
+    reduced: bool
     #: the run of all rows, once it has succeeded
     tried: Run | None = None
 
@@ -106,9 +110,23 @@ class _Check:
             _compare_counts(bench.model, whole, shares, sizes, tolerance)
 
         agree(compare, tolerance, whole, lambda: bench.run(together, disturbed=True))
+        if not self.apart:
+            self._check_states(whole, shares, tolerance)
 
-    def _shares(self, parts: list[Any], sizes: list[int]) -> list[Run]:
-        (one, two), (first, second), run = parts, sizes, self.bench.run
+    def _check_states(self, whole: Run, shares: list[Run], tolerance: Tolerance) -> None:
+        """Raise if a step sets a variable to something else than a mean over rows; what it makes of
+        gradients is made of the whole's, which an all-reduce gives to every replica."""
+        bench, sizes, (few, *parts) = self.bench, self.sizes, self.batches
+        try:
+            _compare_states(bench, whole, shares, sizes, tolerance)
+        except NotDistributable:
+            again = self._shares(parts, sizes, whole if self.reduced else None)
+            compare = partial(_compare_states, bench, whole, again, sizes)
+            agree(compare, tolerance, whole, lambda: bench.run([few], disturbed=True))
+
+    def _shares(self, parts: list[Any], sizes: list[int], reduced: Run | None = None) -> list[Run]:
+        (one, two), (first, second) = parts, sizes
+        run = partial(self.bench.run, reduced=reduced)
         alone = Trial(self.replica, first, first + second)
         before = run([one], alone)
         both = Trial(self.replica, second, first + second, alone)
@@ -138,19 +156,20 @@ def _compare(
     ]
     everything = [gradient for each in passes for gradient in each[0]]
     compare_gradients(_judge(bench.model), everything, parts, tolerance, sizes)
-    _compare_states(bench, whole, shares, sizes, tolerance)
 
 
 def _compare_states(
     bench: Bench, whole: Run, shares: list[Run], sizes: list[int], tolerance: Tolerance
 ) -> None:
     """Raise if a step sets a variable to something else than a mean over rows."""
-    moves = zip(bench.states, whole.moves, *(run.moves for run in shares), strict=True)
-    for variable, (before, change), *parts in moves:
-        mean = sum(run.weight * part for run, (_, part) in zip(shares, parts, strict=True))
-        size = max(float(each.abs().max()) for each in (change, *(part for _, part in parts)))
-        rounding = tolerance.own * size + 8 * whole.epsilon * float(before.abs().max())
-        if not torch.allclose(change, mean, 0.0, rounding, equal_nan=True):
+    for i in sorted({i for run in (whole, *shares) for i in run.moves}):
+        variable, still = bench.states[i], torch.zeros((), dtype=torch.float64)
+        change, *parts = (run.moves.get(i, still) for run in (whole, *shares))
+        mean = sum((r.weight * part for r, part in zip(shares, parts, strict=True)), still)
+        size = max(float(each.abs().max()) for each in (change, *parts))
+        before = float(variable.value.detach().double().abs().max())
+        rounding = tolerance.own * size + 8 * whole.epsilon * before
+        if not torch.allclose(change + 0 * mean, mean + 0 * change, 0.0, rounding, equal_nan=True):
             raise NotDistributable(
                 f"what train_step sets {variable.path!r} to is not a mean over the rows: "
                 f"{sum(sizes)} rows at once change it by up to {float(change.abs().max()):.4g}, "

@@ -17,7 +17,7 @@ from torch import Tensor
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter
 from stratagem.frontends.keras.driver import Driver
-from stratagem.frontends.keras.row_means import own_states
+from stratagem.frontends.keras.row_means import assignable
 from stratagem.frontends.keras.step_logs import nested
 from stratagem.frontends.keras.worker import TicketWorker
 from stratagem.frontends.keras.worker_session import KerasSession
@@ -59,9 +59,12 @@ class ServerTraining:
         self._returned: dict[str, Any] = {}
         if self.worker.step.custom and not plan.in_step:
             log.warning(
-                "train_step is your own, and asynchronous servers apply its gradients later: what "
-                "it reads after optimizer.apply is from before. If it reads weights or "
-                "optimizer.iterations there, use updates=sg.Synchronous()."
+                "train_step is your own, and %s: what it reads after optimizer.apply is from "
+                "before. If it reads weights or optimizer.iterations there, use "
+                "updates=sg.Synchronous().",
+                "with spares a worker has parts of some batches only"
+                if plan.shares_batches
+                else "asynchronous servers apply its gradients later",
             )
         adapter.mark()
 
@@ -213,7 +216,7 @@ class ServerTraining:
 
     def _refuse_apart(self, tensor: Tensor) -> None:
         """In step: raise if this is what the user's step sets from rows, not a batch norm's."""
-        states = own_states(self._adapter.model) if self.session.plan.in_step else []
+        states = assignable(self._adapter.model) if self.session.plan.in_step else []
         for path in (v.path for v in states if v.value is tensor):
             raise NotDistributable(
                 f"train_step set {path!r} from the rows of the batch, of which each worker has "

@@ -1040,6 +1040,50 @@ def test_variables_that_a_step_sets_to_means_over_rows(rows: int, replicas: int)
     trains_alike(Watching, replicas, fit)
 
 
+class Beside(keras.Model):
+    """A step sets what no optimizer steps, a weight of Keras' layer, and one from gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.level = layers.Dense(3), keras.Variable(0.1)
+        self.table = layers.Embedding(1, 8, trainable=False)
+        self.table.build(None)
+        self.norm = self.add_weight((), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        table = ops.stop_gradient(self.table.embeddings)[0]
+        return self.dense(x * (1 + self.level.value.detach()) - table)
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        loss.backward()
+        weights = self.dense.trainable_weights
+        gradients = [v.value.grad for v in weights]
+        with torch.no_grad():
+            norm = sum((each**2).sum() for each in gradients)
+            self.norm.assign(0.9 * self.norm + 0.1 * norm)
+            self.optimizer.apply([each / (1 + self.norm) for each in gradients], weights)
+            self.level.assign(0.9 * self.level + 0.1 * ops.mean(x**2))
+            before = self.table.embeddings
+            self.table.embeddings.assign(0.9 * before + 0.1 * ops.mean(x, axis=0)[None])
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize(("rows", "replicas"), [(37, 2), (33, 2), (35, 3)])
+def test_variables_beside_those_that_are_trained(rows: int, replicas: int) -> None:
+    """Also if Keras calls them trainable, and in its own layers; gradients are alike anyway."""
+    fit = {"x": X[:rows] * np.linspace(0.1, 3, rows, dtype="float32")[:, None], "y": Y[:rows]}
+    trains_alike(Beside, replicas, fit, optimizer=lambda: keras.optimizers.SGD(0.05))
+
+
+def test_variables_of_replicas_that_meet_after_a_step_are_refused() -> None:
+    model = compiled(strategy(2, sync=sg.LocalSteps(1)).scope, Watching)
+    with pytest.raises(NotDistributable, match=r"leave sync=LocalSteps\(every=1\) out, or set 'w"):
+        model.fit(**FIT)
+
+
 @pytest.mark.parametrize("state", [ops.sum, ops.max, len], ids=["sum", "maximum", "count"])
 def test_a_variable_set_to_something_else_is_refused(state: Any) -> None:
     model = compiled(strategy(2).scope, lambda: Watching(state))
