@@ -17,7 +17,8 @@ from stratagem.servers.loop_session import LoopSession
 from stratagem.servers.task_main import in_group
 from stratagem.servers.ticket_loop import TicketLoader
 from stratagem.training import fingerprint, hints
-from stratagem.training.batch_shares import CarryingLoader, shares_of
+from stratagem.training.batch_shares import shares_of
+from stratagem.training.carrying_loader import CarryingLoader
 from stratagem.training.custom_loop import LossReader, read_losses
 from stratagem.training.loss_reading import PushWeights
 from stratagem.training.prepare import Prepared

@@ -22,6 +22,7 @@ from stratagem.training import dry_run, hints, meetings
 from stratagem.training.agreement import Patience
 from stratagem.training.devices import place
 from stratagem.training.elastic import Again, LoopJournal
+from stratagem.training.gathered_rows import gather_rows
 from stratagem.training.led_prepare import led, led_loops
 from stratagem.training.replica import (
     Replica,
@@ -31,7 +32,6 @@ from stratagem.training.replica import (
     current_replica,
     set_called,
     user_code,
-    without_borrowed,
 )
 from stratagem.training.replica_group import ReplicaGroup, Sent
 from stratagem.training.settings import Settings
@@ -221,11 +221,10 @@ class Strategy(CustomLoopCalls):
         return torch.cat(self._all(value, axis), dim=axis)
 
     def _all(self, value: Any, axis: int | None) -> list[Tensor]:
-        if axis is not None and not isinstance(value, list | tuple):
-            value = without_borrowed(current_replica(), value, axis)
+        rows = axis if not isinstance(value, list | tuple) else None
         inside = called_replica() or led()
         if inside is not None:
-            return inside.all_gather(value)
+            return gather_rows(inside, value, rows)
         values = value if isinstance(value, list | tuple) else [value]
         if len(values) != len(self.replica_group.devices):
             raise UsageError(
@@ -235,7 +234,7 @@ class Strategy(CustomLoopCalls):
         tensors = [as_tensor(v) for v in values]
         if self.replica_group.size == len(tensors):
             return tensors
-        gathered: list[Tensor] = self.replica_group.call(_gather_here, (tensors,))[0]
+        gathered: list[Tensor] = self.replica_group.call(_gather_here, (tensors, rows))[0]
         return gathered
 
     def barrier(self) -> None:
@@ -286,9 +285,9 @@ def _with_fresh_share(
         hints.warn_unsummed(replica)
 
 
-def _gather_here(tensors: list[Tensor]) -> list[Tensor]:
+def _gather_here(tensors: list[Tensor], axis: int | None) -> list[Tensor]:
     replica = current_replica()
-    return replica.all_gather(tensors[replica.local_index])
+    return gather_rows(replica, tensors[replica.local_index], axis)
 
 
 def here(strategy: Strategy, function: Callable[[Any], Any], job: Any) -> Any:

@@ -20,14 +20,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stratagem.data.loader import LoaderWrapper
 from stratagem.errors import NotDistributable
+from stratagem.training.gathered_rows import Found, Places, Reading
 from stratagem.training.replica import Replica, Share
 from stratagem.training.row_passes import RowPasses
 
 #: the source of batches that `strategy.rows` cuts
 ROWS = "rows"
 _MARK = "stratagem share"
+#: several batches that weigh unlike
+SEVERAL = (
+    "fetch each batch when its turn comes, and keep none; or give the model itself (model(x), not "
+    "a part of it: model.encoder(x)) the very tensors that the loader yields; or give the loader "
+    "drop_last=True: several batches of different sizes are in hand, and it cannot be told of "
+    "which of them this loss is."
+)
 
 
 class Size(NamedTuple):
@@ -38,6 +45,11 @@ class Size(NamedTuple):
     announced: bool = True
     #: with servers: the part of the batch that this worker was dealt
     part: float = 1.0
+
+    @property
+    def rows(self) -> int:
+        """The rows here; a replica without any borrows one."""
+        return self.examples or 1
 
     def __str__(self) -> str:
         return f"{self.examples} of {self.total} rows"
@@ -62,8 +74,8 @@ class _Graph:
 class BatchShares:
     """The batches that a replica's loop has in hand; puts the share of one in force."""
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    def __init__(self, share: Share, count: int) -> None:
+        self._share, self._count = share, count
         #: the batch that was fetched last; None once its loader has ended
         self.latest: Batch | None = None
         #: set while a backward pass runs, which may compute outputs again
@@ -83,6 +95,16 @@ class BatchShares:
         self._unseen: set[Size] = set()
         #: the backward passes over the latest rows of `strategy.rows`
         self._passes: RowPasses | None = None
+        #: False for a loss that may be of a batch that the loop kept, before forward was looked at
+        self.is_sure = True
+        #: how many tensors carry the latest batch
+        self._carried = 0
+        #: of the latest forward pass since a batch was fetched, or a loader has ended
+        self._current: Size | None = None
+        #: what was read of each loader, as long as its pass lasts; what was borrowed of those that
+        #: have ended, by the rows that came here
+        self._readings: dict[object, Reading] = {}
+        self._read: dict[int, list[Places]] = {}
 
     def watch(self, model: nn.Module) -> None:
         """Look at the forward passes of a model as soon as two batches are in hand."""
@@ -95,13 +117,16 @@ class BatchShares:
         """Have a batch that was fetched carry the share in force."""
         if (self._unused or source is ROWS) and not self._handles:
             self._unseen = {each.size for each in self._unused}
-            for model in self._models:
-                if (found := model()) is not None:
-                    self._hook(found)
+            self._look()
         self._fetched += 1
         size = Size(self._share.examples, self._share.total, part=self._share.part)
         batch = self.latest = Batch(size, source, self._fetched, bool(self._handles))
+        self._current = None
+        if source is not ROWS:
+            reading = self._readings.setdefault(source, Reading())
+            reading.add(size.examples, size.total, self._count)
         leaves, marks = _carriers(tree), self._marks
+        self._carried = len(leaves)
         for leaf in leaves:
             at = id(leaf)
             marks[at] = weakref.ref(leaf, partial(_forget, marks, at)), batch
@@ -110,20 +135,53 @@ class BatchShares:
         self._unused.add(batch)
         self._passes = RowPasses(tree) if source is ROWS else None
 
-    def end(self, source: object) -> None:
-        """End a pass over a loader: the body of a loop has run over its last batch."""
+    def end(self, source: object, *, nested: bool) -> None:
+        """End a pass over a loader: the body of a loop has run over its last batch, unless that is
+        the only one of a window."""
+        self._current = None
+        if (reading := self._readings.pop(source, None)) is not None:
+            known = self._read.setdefault(reading.rows, [])
+            if reading.borrowed not in known:
+                known.append(reading.borrowed)
         left = [each for each in self._unused if each.source is source]
-        if len(left) == 1:
+        if len(left) == 1 and (nested or not left[0].watched):
             self._use(left)
         if not self._unused:
             for handle in self._handles:
                 handle.remove()
             self._handles, self._unseen = [], set()
 
+    def rows_of(self, tensor: Tensor, axis: int) -> Found:
+        """Return what is known of the rows of a tensor that is to be gathered."""
+        batch = self._batch_of(tensor)
+        sizes: set[Size] = set() if batch is None else {batch.size}
+        if not sizes and tensor.grad_fn is not None:
+            sizes = {size for size in _below([tensor])[0] if size is not None}
+        if len(sizes) == 1:
+            return Found(_borrows(sizes.pop()))
+        rows = tensor.shape[axis]
+        sizes = {self._current} if self._current is not None else self._in_hand()
+        whole = [[row, row] for row in range(rows)]
+        perhaps = [whole if _borrows(size) else [] for size in sizes if size.rows == rows]
+        if perhaps and self._current is None and self.latest is None:  # of a loop that is over?
+            perhaps.append([])
+        if not perhaps:
+            under_way = (each for each in self._readings.values() if each.rows == rows)
+            perhaps = [*self._read.get(rows, []), *(each.borrowed for each in under_way)]
+        if not perhaps and any(map(_borrows, sizes)):  # several values for each row
+            perhaps = [whole if _borrows(size) else [] for size in sizes]
+        known: list[Places] = []
+        known += (each for each in perhaps if each not in known)
+        return Found(None, known)
+
     def find(self, losses: Sequence[Tensor]) -> None:
         """Put the share of these losses' batch in force."""
+        self.is_sure = True
         if not self._handles and not any(map(len, self._graphs.values())):
             self._graphs = {}
+            if len(self._marks) > self._carried and self._others():  # the loop keeps batches
+                self.is_sure = False
+                self._look()
             return
         sizes = [size for size, graphs in self._graphs.items() if graphs]
         if len(sizes) > 1 or self._unseen.difference(sizes):
@@ -137,11 +195,7 @@ class BatchShares:
                 )
         size = sizes[0] if sizes else self._guess()
         if size is None or None in sizes:
-            raise NotDistributable(
-                "fetch each batch when its turn comes, give the model the very tensors that the "
-                "loader yields, or give the loader drop_last=True: several batches of different "
-                "sizes are in hand, and it cannot be told of which of them this loss is."
-            )
+            raise NotDistributable(SEVERAL)
         self._force(size)
 
     def part_of_latest(self) -> float:
@@ -172,6 +226,12 @@ class BatchShares:
             self._unused.clear()
             self._texts.clear()
 
+    def _look(self) -> None:
+        """Look at forward passes from now on."""
+        for model in self._models:
+            if (found := model()) is not None:
+                self._hook(found)
+
     def _hook(self, model: nn.Module) -> None:
         parts: Iterable[nn.Module] = (model,)
         if isinstance(model, nn.ModuleList | nn.ModuleDict):  # it is never called itself
@@ -185,8 +245,7 @@ class BatchShares:
         if self.in_backward:
             return
         leaves = _carriers((args, kwargs))
-        marks = [self._marks.get(id(leaf)) for leaf in leaves]
-        batches = {m[1] for m, leaf in zip(marks, leaves, strict=True) if m and m[0]() is leaf}
+        batches = {batch for leaf in leaves if (batch := self._batch_of(leaf)) is not None}
         self._continues = not batches and any(_has_graph(leaf) for leaf in leaves)
         if self._continues:
             return
@@ -194,9 +253,10 @@ class BatchShares:
             self._passes.enter(leaves, whole=bool(batches))
         sizes = {each.size for each in batches}
         self._unseen -= sizes
-        self._size = self._guess() if not sizes else sizes.pop() if len(sizes) == 1 else None
+        self._size = self._guess(leaves) if not sizes else sizes.pop() if len(sizes) == 1 else None
         if self._size is not None:
             self._force(self._size)
+        self._current = self._size
         self._use(batches or self._candidates())
 
     def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
@@ -209,6 +269,25 @@ class BatchShares:
         if nodes:
             self._graphs.setdefault(self._size, weakref.WeakSet()).add(graph)
 
+    def _batch_of(self, leaf: Any) -> Batch | None:
+        """The batch that an object, or what it is a view of, was fetched with."""
+        whole = leaf._base if isinstance(leaf, Tensor) and leaf._is_view() else None
+        for each in (leaf, whole) if whole is not None else (leaf,):
+            mark = self._marks.get(id(each))
+            if mark is not None and mark[0]() is each:
+                return mark[1]
+        return None
+
+    def _others(self) -> set[Size]:
+        """The sizes of batches that the loop keeps, unlike the latest one."""
+        kept = {batch.size for _, batch in self._marks.values()}
+        return kept - {self.latest.size} if self.latest is not None else set()
+
+    def _in_hand(self) -> set[Size]:
+        """The sizes of the batches that something without a mark may be of."""
+        latest = [self.latest] if self.latest is not None else []
+        return {each.size for each in [*self._candidates(), *latest]}
+
     def _candidates(self) -> list[Batch]:
         """The batches that tensors without a mark may be of."""
         last, since = self.latest, self._fetched_by_backward
@@ -218,12 +297,14 @@ class BatchShares:
             if last is None or each.source is last.source or (each.watched and each.number > since)
         ]
 
-    def _guess(self) -> Size | None:
+    def _guess(self, leaves: Sequence[Any] = ()) -> Size | None:
         """The size of the batch that tensors without a mark are of; None if it may be several."""
         share = self._share
-        sizes = {each.size for each in self._candidates()}
-        if self.latest is not None:
-            sizes.add(self.latest.size)
+        if leaves and self.latest is not None and self._others():  # are they of the latest one?
+            lengths = {len(each) for each in leaves if isinstance(each, Tensor) and each.dim()}
+            if self.latest.size.rows not in lengths:
+                return None
+        sizes = self._in_hand()
         if not sizes:
             return Size(share.examples, share.total, share.announced, share.part)
         return sizes.pop() if len(sizes) == 1 else None
@@ -255,31 +336,13 @@ class _Hook:
 def shares_of(replica: Replica) -> BatchShares:
     """Return the batches that a replica's loop has in hand."""
     if replica.loop.batches is None:
-        replica.loop.batches = BatchShares(replica.share)
+        replica.loop.batches = BatchShares(replica.share, replica.count)
     found: BatchShares = replica.loop.batches
     return found
 
 
-class CarryingLoader(LoaderWrapper):
-    """Has each batch carry its share, for loops that fetch several before they train on one."""
-
-    def __init__(self, loader: Any, replica: Replica, *, nested: bool) -> None:
-        super().__init__(loader)
-        self._replica, self._nested = replica, nested
-
-    def __iter__(self) -> Any:
-        batches, this_pass = shares_of(self._replica), object()
-        share, count, uneven = self._replica.share, self._replica.count, False
-        before = batches.latest if self._nested else None
-        try:
-            for batch in self.loader:
-                batches.fetched(batch, this_pass)
-                uneven = uneven or share.total % count > 0
-                yield batch
-            batches.latest, self._replica.loop.uneven = before, uneven
-        finally:
-            batches.latest = before or batches.latest
-            batches.end(this_pass)
+def _borrows(size: Size) -> bool:
+    return not size.examples
 
 
 def _forget(marks: dict[int, Any], at: int, gone: weakref.ref[Any]) -> None:

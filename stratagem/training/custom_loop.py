@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.training.batch_shares import shares_of
+from stratagem.training.batch_shares import SEVERAL, shares_of
 from stratagem.training.hints import warn_of_hooks, warn_without_loader
 from stratagem.training.loss_forms import LossForms
 from stratagem.training.loss_leaves import refuse_unprepared, trains
@@ -195,6 +195,8 @@ class LossReader:
         if not self._agreed and not self._weighs_at_servers:
             self._agreed = True
             self._agree(names, terms, constants)
+        if not self._batches.is_sure:
+            self._refuse_other_rows(terms, names)
         if borrowed:
             return BY_ROWS  # of borrowed rows: they weigh nothing
         if not said and share.announced:
@@ -299,6 +301,14 @@ class LossReader:
                 handles.append(term.node.register_prehook(times(factor)))
             if not isinstance(factor, Tensor) and factor == 0.0:
                 handles += zeroed(term.node)
+
+    def _refuse_other_rows(self, terms: list[Term], names: list[str]) -> None:
+        """Refuse a mean over other rows than the share's, if values in a row are known."""
+        means = [term for term in terms if term.kind == "mean"]
+        for name, term in zip(names, means, strict=True):
+            unit = self._units.get(name)
+            if unit is not None and term.full != unit * max(self.share.examples, 1):
+                raise NotDistributable(SEVERAL)
 
     def _refuse_for_servers(self, term: Term) -> None:
         if self._weighs_at_servers and (term.picked or term.full % self.share.examples):

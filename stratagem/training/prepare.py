@@ -17,7 +17,8 @@ from stratagem.data.loader import LoaderWrapper, ShareLoader
 from stratagem.data.shares import map_parts, own_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training import fingerprint, hints, meetings, setup, sync_batchnorm
-from stratagem.training.batch_shares import ROWS, CarryingLoader, shares_of
+from stratagem.training.batch_shares import ROWS, shares_of
+from stratagem.training.carrying_loader import CarryingLoader
 from stratagem.training.custom_loop import LossReader, check_reduction, read_losses, reader_of
 from stratagem.training.exchange import GradientExchange, open_exchange
 from stratagem.training.fingerprint import of_arrays
@@ -292,15 +293,11 @@ class NestedLoader(LoaderWrapper):
         meetings.meet(replica)
         mine = total = batches = 0
         combined = replica.loop.combined
-        borrowed: list[int] = []
         try:
             for batch in self.loader:
-                if not share.examples:
-                    borrowed.append(mine + len(borrowed))
                 mine, total = mine + share.examples, total + share.total
                 batches += 1
                 yield batch
-            replica.loop.borrowed[mine + len(borrowed)] = borrowed
             if before is None:
                 share.forget(replica.count)
             if reader is None or reader.passes == passes:

@@ -75,14 +75,12 @@ class LoopState:
     uneven: bool = False
     #: a loader that was read without a model: rows here, rows in all, and `combined` by then
     unsummed: tuple[int, int, int] | None = None
-    #: of loaders that were read without a model, by the rows that came here: which were borrowed
-    borrowed: dict[int, list[int]] = field(default_factory=dict)
     #: the warnings (`hints.py`, `meetings.py`) that were given
     warned: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
         """Begin a call of `strategy.run`: nothing is prepared."""
-        self.reader, self.batches, self.keepers, self.borrowed = None, None, [], {}
+        self.reader, self.batches, self.keepers = None, None, []
         self.uneven = False
         self.cuts = 0
         self.warned.discard("apart")
@@ -184,20 +182,6 @@ def as_tensor(value: object) -> Tensor:
             "a call that reduces or gathers takes tensors or numbers, and this is a "
             f"{type(value).__name__} ({error}); call it for each of the values."
         ) from error
-
-
-def without_borrowed(replica: Replica, value: object, axis: int) -> Tensor:
-    """Cut the rows that this replica borrowed out of a value for each row of the batch in hand, or
-    of a whole loader that was read before."""
-    tensor, share = as_tensor(value), replica.share
-    rows = tensor.shape[axis] if tensor.dim() else -1
-    borrowed = replica.loop.borrowed.get(rows, [])
-    if rows == 1 and share.announced and share.total and not share.examples:
-        borrowed = [0]
-    if not borrowed:
-        return tensor
-    own = sorted({*range(rows)}.difference(borrowed))
-    return tensor.index_select(axis, torch.tensor(own, dtype=torch.int64, device=tensor.device))
 
 
 def combine(parts: Sequence[Tensor], op: str, axis: int | None = None) -> Tensor:

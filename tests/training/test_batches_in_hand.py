@@ -77,6 +77,36 @@ def list_of_one(model: nn.Module, loader: Any) -> Losses:
             yield F.cross_entropy(model(x), y)
 
 
+def a_kept_one_again(model: nn.Module, loader: Any) -> Losses:
+    kept = []
+    for batch in loader:
+        kept.append(batch)
+        yield loss_of(model, batch)
+        yield loss_of(model, kept[0])
+
+
+def the_one_before_again(model: nn.Module, loader: Any) -> Losses:
+    before = None
+    for batch in loader:
+        yield loss_of(model, batch)
+        if before is not None:
+            yield 0.5 * loss_of(model, before)
+        before = batch
+
+
+def with_targets_kept(model: nn.Module, loader: Any) -> Losses:
+    """Nothing is trained again, and an encoder's method is no forward pass."""
+    targets = []
+    for x, y in loader:
+        targets.append(y)
+        yield F.cross_entropy(model[2](model[1](model[0](x * 2))), y)
+
+
+def views_in_a_list(model: nn.Module, loader: Any) -> Losses:
+    for x, y in list(loader):
+        yield F.cross_entropy(model(x.view(-1, 3, 2).flatten(1)), y)
+
+
 HOW: list[Callable[[nn.Module, Any], Losses]] = [
     in_windows,
     in_a_list,
@@ -86,6 +116,10 @@ HOW: list[Callable[[nn.Module, Any], Losses]] = [
     with_a_penalty,
     changed_one_by_one,
     list_of_one,
+    a_kept_one_again,
+    the_one_before_again,
+    with_targets_kept,
+    views_in_a_list,
 ]
 
 
@@ -106,6 +140,39 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def of_tokens(on: sg.Strategy | None, rows: int, batch: int, window: int) -> nn.Module:
+    """Losses divided by the tokens of a window that were gathered."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
+    x, y = data(rows)
+    y[1::3] = -100
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=batch)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader, loss_reduction="sum")
+    batches = iter(loader)
+    while several := [each for _ in range(window) if (each := next(batches, None)) is not None]:
+        targets = [y if on is None else on.gather(y) for _, y in several]
+        tokens = sum(int((each != -100).sum()) for each in targets)
+        for x, y in several:
+            (F.cross_entropy(model(x), y, reduction="sum") / max(tokens, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(10, 4), (5, 2), (9, 4), (8, 4)])
+def test_windows_are_divided_by_gathered_tokens(
+    rows: int, batch: int, two: sg.MirroredStrategy, three: sg.MirroredStrategy
+) -> None:
+    for window in (1, 2, 3, 4):
+        expected = of_tokens(None, rows, batch, window)
+        assert moved(expected, mlp())
+        for on in (two, three):
+            for trained in on.run(of_tokens, on, rows, batch, window):
+                assert distance(trained, expected) < 1e-6
 
 
 @pytest.mark.parametrize("how", HOW, ids=lambda each: each.__name__)

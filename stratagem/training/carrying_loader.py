@@ -1,0 +1,32 @@
+"""A loader whose batches carry their share, for loops that have several in hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stratagem.data.loader import LoaderWrapper
+from stratagem.training.batch_shares import shares_of
+from stratagem.training.replica import Replica
+
+
+class CarryingLoader(LoaderWrapper):
+    """Has each batch carry its share."""
+
+    def __init__(self, loader: Any, replica: Replica, *, nested: bool) -> None:
+        """`nested`: the loop may stand within that of another loader."""
+        super().__init__(loader)
+        self._replica, self._nested = replica, nested
+
+    def __iter__(self) -> Any:
+        batches, this_pass = shares_of(self._replica), object()
+        share, count, uneven = self._replica.share, self._replica.count, False
+        before = batches.latest if self._nested else None
+        try:
+            for batch in self.loader:
+                batches.fetched(batch, this_pass)
+                uneven = uneven or share.total % count > 0
+                yield batch
+            batches.latest, self._replica.loop.uneven = before, uneven
+        finally:
+            batches.latest = before or batches.latest
+            batches.end(this_pass, nested=self._nested)
