@@ -1,0 +1,81 @@
+"""Lightning's Trainer with its DDP strategy: sync_batchnorm, sync_dist, torchmetrics."""
+
+from __future__ import annotations
+
+import logging
+
+import lightning
+import torch
+from cases import Job, Result, weights
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+from peers import torchrun as command
+
+TITLE = "Lightning"
+PACKAGES = {"torch": (2, 11), "lightning": (2, 0)}
+WAYS: dict[str, tuple[str, ...]] = {}
+OMITTED: dict[str, str] = {}
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.case, self.net = job.case, job.case.model()
+        self.metrics = nn.ModuleDict({"accuracy": BinaryAccuracy(), "auc": BinaryAUROC()})
+
+    def training_step(self, batch: list[Tensor]) -> Tensor:
+        # DDP takes the mean of the gradients: torch's notes on summed losses
+        scale = self.trainer.world_size if self.case.loss == "sum" else 1
+        loss = scale * self.case.criterion(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def test_step(self, batch: list[Tensor]) -> None:
+        output = self.net(batch[0]).flatten()
+        for name, metric in self.metrics.items():
+            metric.update(output.sigmoid(), batch[1].flatten().long())
+            self.log(name, metric, on_epoch=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.case.optimizer(self.net)
+
+
+def run(job: Job) -> Result:
+    lightning.seed_everything(0, verbose=False)
+    case = job.case
+    loader = DataLoader(job.data, job.share, shuffle=case.shuffle, drop_last=case.drop_last)
+    if case.task == "evaluate":
+        found = trainer(job).test(Module(job), loader, verbose=False)[0]
+        return {name: [float(found[name])] for name in ("accuracy", "auc")}
+    saved = None
+    if job.stop:
+        keep = ModelCheckpoint(job.folder, every_n_train_steps=job.stop, save_last=True)
+        first = trainer(job, max_steps=job.stop, callbacks=[keep], enable_checkpointing=True)
+        first.fit(Module(job), loader)
+        lightning.seed_everything(0, verbose=False)
+        loader = DataLoader(job.data, job.share, shuffle=case.shuffle)
+        saved = str(job.folder / "last.ckpt")
+    module = Module(job)
+    trainer(job).fit(module, loader, ckpt_path=saved)
+    return weights(module.net)
+
+
+def trainer(job: Job, **extra) -> lightning.Trainer:
+    defaults = {
+        "enable_checkpointing": False,
+        "max_epochs": job.case.epochs,
+        "accumulate_grad_batches": job.case.accumulate,
+        "gradient_clip_val": job.case.clip,
+        "sync_batchnorm": job.synchronised,
+    }
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=job.replicas,
+        strategy="ddp" if job.replicas > 1 else "auto",
+        **(defaults | quiet | extra),
+    )
