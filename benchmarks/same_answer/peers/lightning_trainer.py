@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import lightning
 import torch
 from cases import Job, Result, weights
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from peers import torchrun as command
 
 TITLE = "Lightning"
 PACKAGES = {"torch": (2, 11), "lightning": (2, 0)}
-WAYS: dict[str, tuple[str, ...]] = {}
+OWN_SAMPLER = "use_distributed_sampler"
+SAMPLERS = ("DistributedSampler", OWN_SAMPLER)
+WAYS = {"order": SAMPLERS, "resumed": SAMPLERS}
 OMITTED: dict[str, str] = {}
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -47,7 +50,7 @@ class Module(lightning.LightningModule):
 def run(job: Job) -> Result:
     lightning.seed_everything(0, verbose=False)
     case = job.case
-    loader = DataLoader(job.data, job.share, shuffle=case.shuffle, drop_last=case.drop_last)
+    loader = made(job)
     if case.task == "evaluate":
         found = trainer(job).test(Module(job), loader, verbose=False)[0]
         return {name: [float(found[name])] for name in ("accuracy", "auc")}
@@ -57,11 +60,26 @@ def run(job: Job) -> Result:
         first = trainer(job, max_steps=job.stop, callbacks=[keep], enable_checkpointing=True)
         first.fit(Module(job), loader)
         lightning.seed_everything(0, verbose=False)
-        loader = DataLoader(job.data, job.share, shuffle=case.shuffle)
+        loader = made(job)
         saved = str(job.folder / "last.ckpt")
     module = Module(job)
     trainer(job).fit(module, loader, ckpt_path=saved)
     return weights(module.net)
+
+
+def made(job: Job) -> DataLoader:
+    """With a sampler of ours: Lightning's own shuffles in training, whatever the loader does."""
+    case, batch = job.case, job.share
+    if job.way == OWN_SAMPLER or case.task == "evaluate":
+        return DataLoader(job.data, batch, shuffle=case.shuffle, drop_last=case.drop_last)
+    sampler = DistributedSampler(
+        job.data,
+        num_replicas=job.replicas,
+        rank=int(os.environ["RANK"]),
+        shuffle=case.shuffle,
+        drop_last=case.drop_last,
+    )
+    return DataLoader(job.data, batch, sampler=sampler, drop_last=case.drop_last)
 
 
 def trainer(job: Job, **extra) -> lightning.Trainer:
@@ -70,6 +88,7 @@ def trainer(job: Job, **extra) -> lightning.Trainer:
         "max_epochs": job.case.epochs,
         "accumulate_grad_batches": job.case.accumulate,
         "gradient_clip_val": job.case.clip,
+        "use_distributed_sampler": job.case.task == "evaluate" or job.way == OWN_SAMPLER,
         "sync_batchnorm": job.synchronised,
     }
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
