@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,8 @@ class Case:
         last = nn.Linear(8, 1 if self.task == "evaluate" else CLASSES)
         return nn.Sequential(nn.Linear(FEATURES, 8), *norm, nn.Tanh(), last)
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.rate, momentum=MOMENTUM)
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.rate, momentum=MOMENTUM)
 
     @property
     def rate(self) -> float:
@@ -76,6 +76,8 @@ class Case:
 
     def criterion(self, output: Tensor, target: Tensor) -> Tensor:
         """One device's loss of a batch."""
+        if self.task == "evaluate":
+            return F.binary_cross_entropy_with_logits(output, target)
         if self.loss == "ignored":
             return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
         weight = torch.tensor(CLASS_WEIGHTS) if self.loss == "weights" else None
@@ -164,5 +166,3 @@ CASES = {
     "resumed": Case("resume in mid-epoch", 48, task="resume", shuffle=True),
     "order": Case("the order of examples over epochs", 48, task="order", shuffle=True),
 }
-
-

@@ -17,6 +17,9 @@ from pathlib import Path
 import torch
 from cases import CASES, Job
 
+#: seconds in which the other processes should have ended a case that takes less than one
+PATIENCE = 10.0
+
 
 def rank() -> int:
     """This process' number, as torchrun or `stratagem run` have told it."""
@@ -29,6 +32,16 @@ def leave(path: Path, content: dict) -> None:
     half = path.with_name(path.name + ".half")
     half.write_text(json.dumps(content))
     half.rename(path)
+
+
+def together(folder: Path, case: str, replicas: int) -> bool:
+    """Wait for the other processes; False if they take far longer than this one did."""
+    late = time.monotonic() + PATIENCE
+    while len(list(folder.glob(f"{case}.*.json"))) < replicas:
+        if time.monotonic() > late:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def main(peer: str, replicas: str, where: str, *asked: str) -> None:
@@ -51,6 +64,8 @@ def main(peer: str, replicas: str, where: str, *asked: str) -> None:
             leave(folder / f"{each}.{mine}.error", error)
             os._exit(1)
         leave(folder / f"{each}.{mine}.json", content)
+        if not together(folder, each, int(replicas)):
+            return  # as a script would that has no other case
 
 
 if __name__ == "__main__":

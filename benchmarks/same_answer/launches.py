@@ -12,9 +12,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import peers
 
 HERE = Path(__file__).parent
 #: seconds for a case; for processes to come to their first one; and to end after the last
@@ -51,7 +52,7 @@ def run(peer: str, replicas: int, asked: Sequence[str]) -> dict[str, Found | Fai
 def _launch(
     peer: str, replicas: int, asked: Sequence[str], folder: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    command = import_module(f"peers.{peer}").command(replicas)
+    command = peers.peer(peer).command(replicas)
     command += [str(HERE / "child.py"), peer, str(replicas), folder, *asked]
     roots = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {

@@ -12,14 +12,6 @@ from cases import Job, Result, counted, quality, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
-from peers import torchrun as command
-
-TITLE = "Accelerate"
-PACKAGES = {"torch": (2, 11), "accelerate": (1, 0)}
-BATCHES = ("even_batches", "split_batches")
-WAYS = {"short": BATCHES, "few": BATCHES, "odd": BATCHES, "ignored": ("a mean", "num_items")}
-OMITTED: dict[str, str] = {}
-
 
 def run(job: Job) -> Result:
     case, split = job.case, job.way == "split_batches"
@@ -33,7 +25,7 @@ def run(job: Job) -> Result:
     model, batch = case.model(), case.batch if split else job.share
     if job.synchronised:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    optimizer = case.optimizer(model)
+    optimizer = case.optimizer(model.parameters())
     loader = DataLoader(job.data, batch, shuffle=case.shuffle, drop_last=case.drop_last)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if case.task == "evaluate":
@@ -44,7 +36,7 @@ def run(job: Job) -> Result:
         accelerator.save_state(job.folder)
         model, optimizer, loader = case.model(), None, None
         accelerator.free_memory()
-        optimizer = case.optimizer(model)
+        optimizer = case.optimizer(model.parameters())
         loader = DataLoader(job.data, batch, shuffle=case.shuffle)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         accelerator.load_state(job.folder)

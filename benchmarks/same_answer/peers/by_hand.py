@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-
 from cases import Job, Result, counted, quality, weights
 from torch import nn
 from torch.utils.data import DataLoader
-
-TITLE = "by hand"
-PACKAGES = {"torch": (2, 11)}
-WAYS: dict[str, tuple[str, ...]] = {}
-OMITTED: dict[str, str] = {}
-
-
-def command(replicas: int) -> list[str]:
-    return [sys.executable]
 
 
 def run(job: Job) -> Result:
     case, model = job.case, job.case.model()
     if case.task == "evaluate":
         return quality(model(job.data.x).detach(), job.data.y)
-    optimizer = case.optimizer(model)
-    loader = DataLoader(
-        job.data, case.batch, shuffle=case.shuffle, drop_last=case.drop_last
-    )
+    optimizer = case.optimizer(model.parameters())
+    loader = DataLoader(job.data, case.batch, shuffle=case.shuffle, drop_last=case.drop_last)
     for _ in range(case.epochs):
         batches = iter(loader)
         for _ in range(0, case.steps, case.accumulate):

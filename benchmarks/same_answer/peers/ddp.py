@@ -1,8 +1,10 @@
-"""DistributedDataParallel under torchrun, with DistributedSampler, Join and SyncBatchNorm."""
+"""DistributedDataParallel under torchrun, with DistributedSampler, Join and SyncBatchNorm; a resume
+with torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,41 +13,37 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
-
-from peers import torchrun as command
-
-TITLE = "DDP"
-PACKAGES = {"torch": (2, 11)}
-UNEVEN = ("DistributedSampler", "Join")
-WAYS = {"short": UNEVEN, "few": UNEVEN, "odd": UNEVEN}
-OMITTED = {"resumed": "no checkpoint of its own; its tutorial saves at the end of epochs"}
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 def run(job: Job) -> Result:
-    case = job.case
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    if case.task == "evaluate":
+    if job.case.task == "evaluate":
         return evaluate(job)
-    module = case.model()
+    if job.stop:
+        train(job, until=job.stop)
+        return train(job, torch.load(job.folder / f"{dist.get_rank()}.pt"))
+    return train(job)
+
+
+def train(job: Job, saved: dict[str, Any] | None = None, until: int = 0) -> Result:
+    """One device's loop, in shares; `until`: save and leave after so many batches."""
+    case, module = job.case, job.case.model()
     if job.synchronised:
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     model = DistributedDataParallel(module)
-    optimizer = case.optimizer(model)
-    sampler = None
-    if job.way == "Join":  # each process has every N-th row, none twice
-        rows = range(dist.get_rank(), len(job.data), job.replicas)
-        loader = DataLoader(Subset(job.data, rows), job.share)
-        uneven = Join([model], divide_by_initial_world_size=False)
-    else:
-        sampler = DistributedSampler(job.data, shuffle=case.shuffle, drop_last=case.drop_last)
-        loader = DataLoader(job.data, job.share, sampler=sampler, drop_last=case.drop_last)
-        uneven = nullcontext()
+    optimizer = case.optimizer(model.parameters())
+    loader, uneven = batches(job, model)
+    if saved:
+        module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        loader.load_state_dict(saved["loader"])
     # "the gradient will be M times smaller [...] if the loss is summed": its notes
-    scale = job.replicas if case.loss == "sum" else 1
-    for epoch in range(case.epochs):
-        if sampler is not None:
-            sampler.set_epoch(epoch)
+    scale, done = job.replicas if case.loss == "sum" else 1, 0
+    for epoch in range(saved["epoch"] if saved else 0, case.epochs):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
         with uneven:
             for i, (x, y) in enumerate(loader, 1):
                 last = i % case.accumulate == 0 or i == len(loader)
@@ -56,7 +54,24 @@ def run(job: Job) -> Result:
                         nn.utils.clip_grad_norm_(model.parameters(), case.clip)
                     optimizer.step()
                     optimizer.zero_grad()
+                done += 1
+                if done == until:
+                    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+                    state |= {"loader": loader.state_dict(), "epoch": epoch}
+                    torch.save(state, job.folder / f"{dist.get_rank()}.pt")
+                    return {}
     return weights(module)
+
+
+def batches(job: Job, model: DistributedDataParallel) -> tuple[DataLoader, Any]:
+    """A process' batches, and what lets processes have unequal numbers of them."""
+    case, data = job.case, job.data
+    if job.way == "Join":  # each process has every N-th row, none twice
+        rows = Subset(data, range(dist.get_rank(), len(data), job.replicas))
+        return DataLoader(rows, job.share), Join([model], divide_by_initial_world_size=False)
+    sampler = DistributedSampler(data, shuffle=case.shuffle, drop_last=case.drop_last)
+    kind = StatefulDataLoader if case.task == "resume" else DataLoader
+    return kind(data, job.share, sampler=sampler, drop_last=case.drop_last), nullcontext()
 
 
 def evaluate(job: Job) -> Result:

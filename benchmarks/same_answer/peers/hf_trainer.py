@@ -10,14 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
-from peers import torchrun as command
-
-TITLE = "HF Trainer"
-PACKAGES = {"torch": (2, 11), "transformers": (5, 0)}
-BATCHES = ("even_batches", "split_batches")
-WAYS = {"short": BATCHES, "few": BATCHES, "odd": BATCHES}
-OMITTED: dict[str, str] = {}
-
 
 class Rows(Dataset):
     """Rows by name, as the Trainer wants them."""
@@ -47,10 +39,12 @@ class OwnLoss(Trainer):
 
     case: Any
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(inputs["x"])
         if self.case.task == "evaluate":
-            loss = nn.functional.binary_cross_entropy_with_logits(output["logits"], inputs["labels"])
+            loss = nn.functional.binary_cross_entropy_with_logits(
+                output["logits"], inputs["labels"]
+            )
         else:
             loss = self.case.criterion(output["logits"], inputs["labels"])
         return (loss, output) if return_outputs else loss
@@ -62,7 +56,7 @@ class Stop(TrainerCallback):
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_step_end(self, args, state, control, **rest):  # type: ignore[no-untyped-def]
+    def on_step_end(self, args, state, control, **rest):
         if state.global_step == self.after:
             control.should_save = control.should_training_stop = True
         return control
@@ -87,7 +81,7 @@ def trainer(job: Job, *callbacks: TrainerCallback) -> Trainer:
     model, data = Net(case.model()), Rows(job)
     if job.synchronised:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    optimizer = case.optimizer(model)
+    optimizer = case.optimizer(model.parameters())
     settings = TrainingArguments(
         output_dir=str(job.folder),
         use_cpu=True,
@@ -108,10 +102,10 @@ def trainer(job: Job, *callbacks: TrainerCallback) -> Trainer:
         disable_tqdm=True,
     )
 
-    def mean_of_items(output: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor):  # type: ignore[no-untyped-def]
+    def mean_of_items(output: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor):
         return case.summed(output["logits"], labels) / num_items_in_batch
 
-    def sum_of_items(output: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor):  # type: ignore[no-untyped-def]
+    def sum_of_items(output: dict[str, Tensor], labels: Tensor, num_items_in_batch: Tensor):
         return case.summed(output["logits"], labels)
 
     def metrics(found: EvalPrediction) -> dict[str, float]:

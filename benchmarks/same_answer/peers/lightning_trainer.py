@@ -1,4 +1,5 @@
-"""Lightning's Trainer with its DDP strategy: sync_batchnorm, sync_dist, torchmetrics."""
+"""Lightning's Trainer with its DDP strategy: sync_batchnorm, sync_dist, torchmetrics; a resume with
+torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -11,16 +12,10 @@ from cases import Job, Result, weights
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-from peers import torchrun as command
-
-TITLE = "Lightning"
-PACKAGES = {"torch": (2, 11), "lightning": (2, 0)}
-OWN_SAMPLER = "use_distributed_sampler"
-SAMPLERS = ("DistributedSampler", OWN_SAMPLER)
-WAYS = {"order": SAMPLERS, "resumed": SAMPLERS}
-OMITTED: dict[str, str] = {}
+ITS_SAMPLER = "use_distributed_sampler"
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
@@ -44,7 +39,7 @@ class Module(lightning.LightningModule):
             self.log(name, metric, on_epoch=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.case.optimizer(self.net)
+        return self.case.optimizer(self.net.parameters())
 
 
 def run(job: Job) -> Result:
@@ -67,10 +62,14 @@ def run(job: Job) -> Result:
     return weights(module.net)
 
 
+def its_sampler(job: Job) -> bool:
+    return job.way == "use_distributed_sampler" or job.case.task == "evaluate"
+
+
 def made(job: Job) -> DataLoader:
     """With a sampler of ours: Lightning's own shuffles in training, whatever the loader does."""
     case, batch = job.case, job.share
-    if job.way == OWN_SAMPLER or case.task == "evaluate":
+    if its_sampler(job):
         return DataLoader(job.data, batch, shuffle=case.shuffle, drop_last=case.drop_last)
     sampler = DistributedSampler(
         job.data,
@@ -79,7 +78,8 @@ def made(job: Job) -> DataLoader:
         shuffle=case.shuffle,
         drop_last=case.drop_last,
     )
-    return DataLoader(job.data, batch, sampler=sampler, drop_last=case.drop_last)
+    kind = StatefulDataLoader if job.way == "StatefulDataLoader" else DataLoader
+    return kind(job.data, batch, sampler=sampler, drop_last=case.drop_last)
 
 
 def trainer(job: Job, **extra) -> lightning.Trainer:
@@ -88,7 +88,8 @@ def trainer(job: Job, **extra) -> lightning.Trainer:
         "max_epochs": job.case.epochs,
         "accumulate_grad_batches": job.case.accumulate,
         "gradient_clip_val": job.case.clip,
-        "use_distributed_sampler": job.case.task == "evaluate" or job.way == OWN_SAMPLER,
+        "use_distributed_sampler": job.case.task == "evaluate"
+        or job.way == "use_distributed_sampler",
         "sync_batchnorm": job.synchronised,
     }
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

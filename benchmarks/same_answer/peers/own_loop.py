@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from cases import Job, Result, counted, quality, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
 import stratagem as sg
-
-TITLE = "stratagem, own loop"
-PACKAGES = {"torch": (2, 11)}
-WAYS: dict[str, tuple[str, ...]] = {}
-OMITTED: dict[str, str] = {}
-
-
-def command(replicas: int) -> list[str]:
-    return [sys.executable, "-m", "stratagem", "run", "--replicas", str(replicas)]
 
 
 def run(job: Job) -> Result:
@@ -30,7 +19,6 @@ def run(job: Job) -> Result:
 
 
 def train(job: Job, strategy: sg.Strategy) -> Result:
-    case = job.case
     plan = sg.Checkpoints(job.folder, every=job.stop) if job.stop else None
     if job.stop:
         loop(job, strategy, plan, until=job.stop)
@@ -42,7 +30,7 @@ def loop(
 ) -> nn.Module:
     """One device's loop; `until` breaks it off before this batch."""
     case, model = job.case, job.case.model()
-    optimizer = case.optimizer(model)
+    optimizer = case.optimizer(model.parameters())
     loader = DataLoader(job.data, case.batch, shuffle=case.shuffle, drop_last=case.drop_last)
     reduction = "sum" if case.accumulate > 1 else None
     model, optimizer, loader = strategy.prepare(
