@@ -172,6 +172,8 @@ class TicketLoader:
             (ticket, _), self._held = self._held, None
             self.session.worker.ask("skip", serial=ticket.serial)
             self._carry.keep()
+            if self._carry.is_here:
+                self._weight_of_row()  # refuses gradients to which others cannot be added
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
@@ -271,7 +273,7 @@ class TicketLoader:
 
     def _weight_of_row(self) -> float:
         """Return the loss' denominator per row, where workers share a batch."""
-        weight = self._weights.of_batch()
+        weight, unit = self._weights.of_batch()
         if self.session.plan.parts == 1:
             return 1.0
         if self._carry.is_here and weight != 1.0:
@@ -280,7 +282,7 @@ class TicketLoader:
                 "(ignored targets, class weights), and workers have but one weight for them all; "
                 "step after each batch, or use sg.Model with compile(accumulate=...)."
             )
-        return weight
+        return weight * unit
 
     def bring_state(self, optimizer: Optimizer) -> None:
         """Before the optimizer's state is saved: read it, and its values, from the servers.
