@@ -187,6 +187,8 @@ class TicketLoader:
                     "updates=sg.Synchronous(): gradients are added up over batches, and with "
                     "spares a worker has parts of some batches only."
                 )
+            if self._carry.is_here:
+                self._weight_of_row()  # refuses gradients to which others cannot be added
 
     def _end_pass(self, worked: bool) -> None:
         """End the epoch: all workers take the last values, and the mean of the statistics."""
@@ -286,7 +288,7 @@ class TicketLoader:
 
     def _weight_of_row(self) -> float:
         """Return the loss' denominator per row, where workers share a batch."""
-        weight = self._weights.of_batch()
+        weight, unit = self._weights.of_batch()
         if self.session.plan.parts == 1:
             return 1.0
         if self._carry.is_here and weight != 1.0:
@@ -295,7 +297,7 @@ class TicketLoader:
                 "(ignored targets, class weights), and workers have but one weight for them all; "
                 "step after each batch, or use sg.Model with compile(accumulate=...)."
             )
-        return weight
+        return weight * unit
 
     def bring_state(self, optimizer: Optimizer) -> None:
         """Before the optimizer's state is saved: read it, and its values, from the servers.

@@ -155,7 +155,12 @@ class LossReader:
 
     def _look_for_hooks(self) -> None:
         models = [model for found in self._unhooked if (model := found()) is not None]
-        replica, ours = self._replica(), self._ours
+        replica = self._replica()
+        pushed = self.pushes is not None  # a worker that pushes has a hook of its own
+
+        def ours(param: Tensor) -> int:
+            return self._ours(param) + pushed
+
         if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
             self._unhooked = []
 
@@ -266,11 +271,14 @@ class LossReader:
         for term in terms:
             if term.kind != "mean":
                 continue
-            unit = self._units.get(next(named), 1.0 if self._count is not None else None)
+            name = next(named)
+            unit = self._units.get(name, 1.0 if self._count is not None else None)
             if unit is None:
                 self._refuse_for_servers(term)
                 unit = term.full / share.examples or 1.0
                 mark += unit * _GOLDEN % 1
+                if self.pushes is not None and self._weighs_at_servers and self.is_reading:
+                    unit = self.pushes.unit(name, unit)
             found.append((term, term.count / (share.examples * unit)))
         factors: list[Any] = [factor for _, factor in found]
         factors += [1.0 for term in terms if term.kind in ("sum", "unknown")]
@@ -347,6 +355,7 @@ class LossReader:
                 "values a row has (packed sequences, graphs?). " + REMEDY
             )
         if self.pushes is not None:
+            self.pushes.use(next(iter(self._units.values()), 1.0))
             self.pushes.totals.append(total)
         return total
 

@@ -188,10 +188,11 @@ class GradientExchange(Keeper):
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             self.buckets.scale(1.0 / total)
-            return
-        for bucket, before in zip(self.buckets.buckets, earlier, strict=True):
-            gradients = bucket.flat[: len(before)]
-            gradients.sub_(before).div_(total).add_(before)
+        else:
+            for bucket, before in zip(self.buckets.buckets, earlier, strict=True):
+                gradients = bucket.flat[: len(before)]
+                gradients.sub_(before).div_(total).add_(before)
+        self.after()  # once more: the gradients have been written
 
     def has(self, param: Tensor) -> bool:
         """Whether this exchange adds up the gradients of a parameter."""

@@ -116,18 +116,35 @@ class PushWeights:
     def __init__(self, *, grouped: bool) -> None:
         #: whether the worker's devices all-reduce their gradients before the first one pushes
         self.grouped = grouped
-        #: what the losses of the batch were divided by, for each pass
+        #: what the losses of the batch were divided by, for each pass, in the units below
         self.totals: list[float] = []
+        #: values in a row, by pass and kind of mean, at the first batch of this worker
+        self._units: dict[str, float] = {}
+        #: that of the first mean of the batch: other workers have other units, if rows are padded
+        self._unit: float | None = None
 
     def begin(self) -> None:
         """Begin a ticket."""
-        self.totals = []
+        self.totals, self._unit = [], None
 
-    def of_batch(self) -> float:
-        """Return how much the gradients weigh for each row, which all passes must agree on."""
-        totals, self.totals = self.totals or [1.0], []
+    def unit(self, name: str, values: float) -> float:
+        """Return the unit of a mean over `values` values in a row."""
+        unit = self._units.setdefault(f"{len(self.totals)} {name}", values)
+        self.use(unit)
+        return unit
+
+    def use(self, unit: float) -> None:
+        """Note the unit of a mean of this batch."""
+        if self._unit is None:
+            self._unit = unit
+
+    def of_batch(self) -> tuple[float, float]:
+        """Return how much the gradients weigh for each row, which all passes must agree on, in
+        this worker's unit, and the unit."""
+        totals, unit = self.totals or [1.0], self._unit or 1.0
+        self.begin()
         refuse_spread(max(abs(each - totals[0]) for each in totals))
-        return totals[0]
+        return totals[0], unit
 
 
 def refuse_spread(spread: float) -> None:
