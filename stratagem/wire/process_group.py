@@ -32,7 +32,6 @@ from stratagem.wire import link_time
 from stratagem.wire.collective import HALF, Pending, add_up
 from stratagem.wire.lateness import AGAIN, FIRST, Lateness, Limit, say_late
 from stratagem.wire.point_to_point import BackgroundWork, exchange, sum_half
-from stratagem.wire.port_filter import listening, shut
 
 #: between two checks of the membership while waiting, at first and later: only neighbours in a ring
 #: notice a death by themselves, and no member notices one that joins
@@ -86,11 +85,11 @@ class ProcessGroup:
             if self._group is None:
                 raise DeviceError(f"nobody has registered the collective {backend!r} with torch.")
         else:
-            device, ports = listening(partial(_device, meeting.hostname))
+            # all members connect at once: `link_time` watches the connections made here
+            device = dist.ProcessGroupGloo.create_device(hostname=meeting.hostname, lazy_init=False)
             options = gloo_options(meeting.limit, device)
             made = partial(dist.ProcessGroupGloo, store, rank, size, options)
             self._group = link_time.watched(made)
-            shut(ports, _published(store, rank))
             _release()
             weakref.finalize(self, _let_go, self._group, self._works, os.getpid())
 
@@ -286,17 +285,6 @@ def _peer_rows(rank: int, table: Tensor) -> list[tuple[int, Tensor]]:
     """Return the other members and their rows, from the next rank on: not all send to one."""
     size = len(table) if table.numel() else 1
     return [((rank + i) % size, table[(rank + i) % size]) for i in range(1, size)]
-
-
-def _device(hostname: str) -> Any:
-    """Make a Gloo device whose members all connect at once, so that its port can be shut then."""
-    return dist.ProcessGroupGloo.create_device(hostname=hostname, lazy_init=False)
-
-
-def _published(store: Any, rank: int) -> bytes:
-    """Return what Gloo has published of its port, or nothing if it uses another key."""
-    key = f"0/{rank}"  # of the first device
-    return bytes(store.get(key)) if store.check([key]) else b""
 
 
 #: groups whose owner is gone, with their unfinished operations
