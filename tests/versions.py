@@ -42,6 +42,8 @@ CORE = [
     "servers/test_ticket_loop.py",
     "frontends/keras/test_data.py",
     "frontends/keras/test_saving.py",
+    "frontends/keras/test_own_distribution.py",
+    "frontends/keras/test_quiet_loop.py",
     "training/test_custom_loop.py",
     "frontends/test_saving.py",
     "training/test_loop_resume.py",
@@ -66,7 +68,7 @@ def requirements() -> list[str]:
     tools = project["optional-dependencies"]["dev"]
     return [
         *(each for each in project["dependencies"] if not each.startswith("torch>")),
-        *(each for each in tools if re.match("pytest|hypothesis|scikit", each)),
+        *(each for each in tools if re.match("pytest|hypothesis|scikit|optuna", each)),
     ]
 
 
