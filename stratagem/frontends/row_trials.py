@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from stratagem.errors import NotDistributable, StratagemError
 
 LOSS = "the loss"
 _OTHERWISE = "use one device, or skip this check (check=False) where that is meant."
+
+
+class Advice(NamedTuple):
+    """What a front end calls a mean, and a loss that counts its targets."""
+
+    mean: str
+    loss: str
+
+
+TORCH = Advice("a mean", '"cross_entropy"')
+KERAS = Advice(
+    "a mean, such as self.add_loss(ops.mean(v)),",
+    "SparseCategoricalCrossentropy(ignore_class=...)",
+)
 
 
 #: factor between observed rounding and tolerated differences
@@ -192,20 +206,30 @@ def _as_double(tensor: Tensor) -> Tensor:
 
 
 def compare_loss(
-    whole: float, together: float, size: float, tolerance: Tolerance, sizes: list[int]
+    whole: float,
+    together: float,
+    size: float,
+    tolerance: Tolerance,
+    sizes: list[int],
+    advice: Advice = TORCH,
 ) -> None:
     """Raise unless the shares' losses add up; `size`: the largest share's loss."""
     apart = abs(whole - together)
     if apart != apart or apart <= tolerance.loss * max(abs(whole), size) + tolerance.floor:
         return
-    raise NotDistributable(
-        f"the loss is not the mean over the rows: {whole:.6g} for {sum(sizes)} rows, and "
-        f"{together:.6g} from shares of {' and '.join(map(str, sizes))}; it compares rows with "
-        "each other, adds them up, or divides by something else than their number, so the shares "
-        "of replicas do not add up to the loss of one device; take a mean in "
-        'place of a sum, return a value for each row (reduction="none") that '
-        "depends on no other row, give outputs and targets the same shape, use a loss that counts "
-        f'its targets, such as "cross_entropy", {_OTHERWISE}'
+    shares = " and ".join(map(str, sizes))
+    seen = f"{whole:.6g} for {sum(sizes)} rows, {together:.6g} from shares of {shares}"
+    raise _no_mean(LOSS, seen, advice)
+
+
+def _no_mean(what: str, seen: str, advice: Advice) -> NotDistributable:
+    return NotDistributable(
+        f"{what} is not the mean over the rows ({seen}): it depends for a row on the other rows, "
+        "adds rows up, or divides by something else than their number, so the shares of replicas "
+        f"do not add up to the loss of one device; take {advice.mean} in place of a sum, return a "
+        'value for each row (reduction="none") that depends on no other row, give outputs and '
+        f"targets the same shape, use a loss that counts its targets, such as {advice.loss}, "
+        f"{_OTHERWISE}"
     )
 
 
@@ -215,6 +239,7 @@ def compare_gradients(
     parts: list[list[Tensor | None]],
     tolerance: Tolerance,
     sizes: list[int],
+    advice: Advice = TORCH,
 ) -> None:
     """Raise unless the shares' gradients add up; `what` names their origin in the error."""
     norms = [sum(_norm(each) for each in column) for column in zip(*parts, strict=True)]
@@ -224,13 +249,9 @@ def compare_gradients(
         apart = _norm(_difference(each, given))
         rounding = tolerance.own * norm + tolerance.beside * everything + tolerance.noise
         if apart > rounding + 1e-30:
-            raise NotDistributable(
-                f"{what} depends for a row on the other rows of the batch, or is a sum over the "
-                f"rows: the gradient of {sum(sizes)} rows at once is not that of shares of "
-                f"{' and '.join(map(str, sizes))} together, so replicas, which share a batch, "
-                "would train something else than one device; compute it for each row by itself "
-                f"and take a mean in place of a sum, {_OTHERWISE}"
-            )
+            shares_of = " and ".join(map(str, sizes))
+            seen = f"{sum(sizes)} rows at once have another gradient than shares of {shares_of}"
+            raise _no_mean(what, seen, advice)
 
 
 def _difference(whole: Tensor | None, parts: list[Tensor]) -> Tensor | None:

@@ -92,7 +92,8 @@ def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise NotDistributable(
             f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
-            "parameter servers its batches are dealt out to whoever is free."
+            "parameter servers its batches are dealt out to whoever is free; where models train "
+            "in turn (a GAN), use MirroredStrategy."
         )
     check_sampler(loader)
     _check_optimizer(model, optimizer)
@@ -122,5 +123,6 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
         "this optimizer's training ended when another one was prepared, and servers train one "
-        "model at a time; put the models into one nn.Module with one optimizer."
+        "model at a time; put models that one loss trains into one nn.Module with one optimizer; "
+        "for models that train in turn (a GAN), use MirroredStrategy."
     )

@@ -28,6 +28,7 @@ from stratagem.state.partition import (
     states_of,
 )
 from stratagem.training import fingerprint
+from stratagem.training.elastic import PREPARED
 from stratagem.training.fingerprint import Look
 from stratagem.training.lossy_wire import check_pushes
 from stratagem.training.settings import Served
@@ -65,7 +66,7 @@ class Session:
         """`told`: the chief's message to the other workers, whose sessions have it afterwards.
         `look`: the call and a fingerprint of its inputs, where every worker calls by itself.
         `resumes`: the training goes back to a checkpoint if a server is lost."""
-        _end_prepared(worker)
+        _end_prepared(worker, module)
         self.told, self._look, self._resumes = told, look, resumes
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = clip
@@ -279,9 +280,11 @@ class Session:
         return told
 
 
-def _end_prepared(worker: Client) -> None:
+def _end_prepared(worker: Client, module: Any) -> None:
     """Before another training: end that of a prepared loop, which must be done."""
     if worker.at_end is not None and worker.prepared.is_open:
+        if worker.prepared.session.module is module:
+            raise UsageError(PREPARED)
         raise UsageError(
             "another training was begun before the loop over the prepared loader was done, and "
             "servers train one model at a time; begin the second training after the first loop, "

@@ -99,13 +99,14 @@ class CustomLoopCalls(ABC):
         if optimizer is None or not hasattr(optimizer, "param_groups"):
             raise UsageError(
                 "prepare was given a model without its optimizer; call prepare(model, optimizer, "
-                "loader) to train; to evaluate, prepare(loader) deals out a loader by itself."
+                "loader) to train (for a loop without one, torch.optim.SGD(model.parameters(), "
+                "lr=...) serves); to evaluate, prepare(loader) deals out a loader by itself."
             )
         together = self.settings.one_copy and (replica.count > 1 or led() is not None)
         if together and not dry_run.wanted():
             return prepare_led(replica, self.settings, model, optimizer, loader)
         if elastic:
-            self._let_begin_again(loader)
+            self._let_begin_again(model, loader)
         found = prepare(replica, self.settings, model, optimizer, loader, loss_reduction)
         if resume is None and not elastic:
             return found
@@ -113,7 +114,7 @@ class CustomLoopCalls(ABC):
         plan = None if dry_run.wanted() else plan
         return resumable(found, loader, replica, plan, elastic=elastic)
 
-    def _let_begin_again(self, loader: Any) -> None:
+    def _let_begin_again(self, model: nn.Module, loader: Any) -> None:
         """Note that a loop is prepared, which can be begun again when replicas leave or join."""
         replica = current_call()
         if replica is None:
@@ -124,7 +125,7 @@ class CustomLoopCalls(ABC):
         check_loader(loader)
         journal = journal_of(replica)
         if journal is not None:
-            journal.open()
+            journal.open(model)
 
     def backward(self, loss: Tensor, *, count: float | Tensor, retain_graph: bool = False) -> None:
         """In place of `loss.backward()`: `loss` is a sum over this replica's rows by `count`.

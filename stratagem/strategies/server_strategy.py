@@ -83,7 +83,8 @@ class ServerStrategy(Strategy):
             raise UsageError(
                 "with parameter servers prepare takes the model, its optimizer and the loader that "
                 "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
-                "loader)."
+                "loader); for a loop without an optimizer torch.optim.SGD(model.parameters(), "
+                "lr=...) serves, whose step() the servers make."
             )
         if self._devices_here() > 1 and called_replica() is None:
             raise UsageError(
@@ -116,6 +117,16 @@ class ServerStrategy(Strategy):
                 "settings (its learning rate) count for all."
             )
         return super().mean(value, count=count)
+
+    def barrier(self) -> None:
+        """Refuse to wait for workers, which do not wait for each other, if there are servers."""
+        if self.settings.served is not None:
+            raise UsageError(
+                "have the chief write what others read before strategy.run, or use "
+                "MirroredStrategy: with parameter servers workers do not wait for each other, so "
+                "there is no barrier."
+            )
+        super().barrier()
 
     def _devices_here(self) -> int:
         """The number of devices of this worker of a cluster."""

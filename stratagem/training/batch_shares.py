@@ -84,7 +84,7 @@ class BatchShares:
         self._unused: weakref.WeakSet[Batch] = weakref.WeakSet()
         #: batches that nothing can carry: of texts
         self._texts: list[Batch] = []
-        self._fetched = self._fetched_by_backward = 0
+        self.fetches = self._fetched_by_backward = 0
         self._models: list[weakref.ref[nn.Module]] = []
         self._handles: list[Any] = []
         #: of the forward pass under way: None if it may be of several sizes
@@ -118,9 +118,9 @@ class BatchShares:
         if (self._unused or source is ROWS) and not self._handles:
             self._unseen = {each.size for each in self._unused}
             self._look()
-        self._fetched += 1
+        self.fetches += 1
         size = Size(self._share.examples, self._share.total, part=self._share.part)
-        batch = self.latest = Batch(size, source, self._fetched, bool(self._handles))
+        batch = self.latest = Batch(size, source, self.fetches, bool(self._handles))
         self._current = None
         if source is not ROWS:
             reading = self._readings.setdefault(source, Reading())
@@ -220,7 +220,7 @@ class BatchShares:
 
     def backward_over(self) -> None:
         """Note the end of a backward pass."""
-        self._fetched_by_backward = self._fetched
+        self._fetched_by_backward = self.fetches
         self._unseen = set()
         if not self._handles:
             self._unused.clear()

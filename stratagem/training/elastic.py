@@ -18,6 +18,10 @@ from stratagem.training.broken_round import LoopRounds
 from stratagem.training.replica import Replica
 from stratagem.training.termination import Termination
 
+PREPARED = (
+    "this model is prepared already, with its optimizer; call prepare once, before the loop, and "
+    "change learning rates in optimizer.param_groups."
+)
 #: how often replicas may die with nothing done in between
 IN_VAIN = 3
 
@@ -116,6 +120,7 @@ class LoopJournal:
         self.termination = Termination()
         #: with a lossy wire, or `sync=`: state that only this replica has
         self.rounds = LoopRounds()
+        self._prepared: nn.Module | None = None
         self._random: dict[str, Any] | None = None
         self._kept: dict[str, Any] | None = None
 
@@ -127,17 +132,19 @@ class LoopJournal:
         else:
             torch.set_rng_state(self._random["torch"])
             set_beside_torch(self._random, replica.device)
-        self._prepared = False
+        self._prepared = None
         replica.loop.journal = self
 
-    def open(self) -> None:
+    def open(self, model: nn.Module) -> None:
         """Note that a model is prepared: from here on the loop can be begun again."""
-        if self._prepared:
+        if self._prepared is model:
+            raise UsageError(PREPARED)
+        if self._prepared is not None:
             raise UsageError(
                 "with elastic=True a function prepares one model, whose loader counts the batches; "
                 "put several into one nn.ModuleList with one optimizer, or leave elastic out."
             )
-        self._prepared = True
+        self._prepared = model
         self.steps = self.steps or 0
         self.again.let_join()
 

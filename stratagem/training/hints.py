@@ -77,7 +77,12 @@ def was_read(replica: Replica, mine: int, total: int, uncombined: int) -> None:
     """Note that a loader without a model was read to its end, and nothing was trained. A loop that
     combines something for each batch, and leaves none `uncombined`, has added up as it went."""
     if replica.count > 1 and uncombined > 0 and "unsummed" not in replica.loop.warned:
-        replica.loop.unsummed = mine, total, replica.loop.combined
+        replica.loop.unsummed = mine, total, replica.loop.combined, *_fetches_and_passes(replica)
+
+
+def _fetches_and_passes(replica: Replica) -> tuple[int, int]:
+    batches, reader = replica.loop.batches, replica.loop.reader
+    return 0 if batches is None else batches.fetches, 0 if reader is None else reader.passes
 
 
 def warn_unsummed(replica: Replica) -> None:
@@ -86,6 +91,9 @@ def warn_unsummed(replica: Replica) -> None:
     loop.unsummed = None
     if found is None or "unsummed" in loop.warned or loop.combined > found[2]:
         return
+    fetches, passes = _fetches_and_passes(replica)
+    if fetches == found[3] and passes > found[4]:
+        return  # list(loader): it was trained on afterwards
     loop.warned.add("unsummed")
     if replica.is_chief:
         log.warning(

@@ -13,6 +13,7 @@ from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.training import fingerprint
 from stratagem.training.divided_model import DividedPasses
+from stratagem.training.elastic import PREPARED
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.prepare import Prepared, check_parameters
 from stratagem.training.replica import Replica, alone, current_call, set_called
@@ -36,10 +37,7 @@ def prepare_led(
     """Return to the loop on the first process; serve it on all other processes. Collective."""
     _check(settings, optimizer)
     if any(prepared is model for prepared, _ in _led):
-        raise UsageError(
-            "this model is prepared already, with its optimizer; call prepare once, before the "
-            "loop, and change learning rates in optimizer.param_groups."
-        )
+        raise UsageError(PREPARED)
     if _led:
         raise NotDistributable(
             "processes that have one model together have one in a loop of your own, and this is "

@@ -188,6 +188,7 @@ class LoopWatch:
                 "loop, or in a forward without gradients), and the other processes do not follow; "
                 "set it before prepare, or keep it in a buffer and write into that."
             )
+        self._check_groups()
 
     def mark(self) -> None:
         """Accept the attributes as they are: a pass through the model may change them."""
@@ -204,14 +205,17 @@ class LoopWatch:
 
     def check_step(self, ours: int) -> None:
         """Refuse other groups, and step hooks beyond the first `ours`, stratagem's own."""
+        self._check_groups()
+        if len(list(_hooks(self._optimizer, OPTIMIZER_HOOKS[:1]))) > ours:
+            raise _hooked("the optimizer", "do what it does in the loop, before step()")
+
+    def _check_groups(self) -> None:
         if list(map(id, params_of(self._optimizer))) != list(map(id, self._stepped)):
             raise NotDistributable(
                 "the optimizer's groups have got other parameters behind prepare, which the other "
                 "processes do not know; add them before prepare: until requires_grad_(True) they "
                 "have no gradient and stay as they are."
             )
-        if len(list(_hooks(self._optimizer, OPTIMIZER_HOOKS[:1]))) > ours:
-            raise _hooked("the optimizer", "do what it does in the loop, before step()")
 
     def state_replaced(self) -> bool:
         """Whether the loop has replaced optimizer state since the mark."""

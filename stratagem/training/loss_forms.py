@@ -96,9 +96,11 @@ class LossForms:
         self._marks.clear()
         for (text, unseen, *constants), (other, also_unseen, *others) in pairwise(found):
             if text != other:
+                several = text.count(" + ") != other.count(" + ")
+                tasks = "For a mean over tasks: strategy.backward(loss, count=tasks). " * several
                 raise NotDistributable(
                     f"one replica's loss is {text}, another one's {other}: is a number in it a "
-                    f"count of its own rows or tokens, or a mask empty? {REMEDY}"
+                    f"count of its own rows, tokens or tasks, or a mask empty? {tasks}{REMEDY}"
                 )
             for a, b in zip(unseen, also_unseen, strict=True):
                 if a == b is not None:

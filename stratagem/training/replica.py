@@ -73,8 +73,9 @@ class LoopState:
     cuts: int = 0
     #: whether shares of the loader that ended last differed in size
     uneven: bool = False
-    #: a loader that was read without a model: rows here, rows in all, and `combined` by then
-    unsummed: tuple[int, int, int] | None = None
+    #: a loader that was read without a model: rows here, rows in all, and by then: `combined`,
+    #: batches fetched, backward passes
+    unsummed: tuple[int, int, int, int, int] | None = None
     #: the warnings (`hints.py`, `meetings.py`) that were given
     warned: set[str] = field(default_factory=set)
 

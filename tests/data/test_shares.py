@@ -59,6 +59,12 @@ def test_rows_of_a_nested_batch() -> None:
     assert count_rows(batch) == 10 and count_rows({"a": "text"}) == -1
 
 
+def test_time_before_the_rows_is_told() -> None:
+    batch = torch.zeros(10, 12, 3), torch.zeros(12)
+    with pytest.raises(NotDistributable, match=r"of 10 and of 12 rows.*\(batch_first=True\)"):
+        rows(batch, 0, 5)
+
+
 X = torch.arange(3)
 CUT: dict[str, tuple[Any, Any]] = {  # a batch of three rows, and its rows 1 and 2
     "texts": ((("a", "b", "c"), X), (("b", "c"), [1, 2])),

@@ -414,6 +414,20 @@ def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
     return [module for module, _, _ in made]
 
 
+def prepared_again(where: Any) -> None:
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        where.prepare(module, optimizer, DataLoader(range(8)))  # type: ignore[arg-type]
+
+
+def in_turn(where: Any) -> None:
+    """Prepare a GAN's two models as on replicas."""
+    for loader in (DataLoader(range(8)), None):  # type: ignore[arg-type]
+        module = net()
+        where.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader)
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -421,8 +435,12 @@ def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
         (in_halves, "2 trainable parameters .* not in the optimizer"),
         (a_part_of_the_data, "DistributedSampler.*leave the sampler out"),
         (both_at_once, "one model at a time"),
+        (prepared_again, "this model is prepared already"),
+        (in_turn, "where models train in turn .a GAN., use MirroredStrategy"),
+        (lambda where: where.prepare(net(), None, DataLoader([])), r"torch\.optim\.SGD\(.*serves"),
+        (lambda where: where.barrier(), "do not wait for each other, so there is no barrier"),
         (one_within, "one model at a time"),
-        (partial(one_after_the_other, strays="step"), "another one was prepared"),
+        (partial(one_after_the_other, strays="step"), "another one was prepared.*in turn"),
         (partial(one_after_the_other, strays="loop"), "training of this loader has ended"),
     ],
     ids=[
@@ -430,6 +448,10 @@ def one_after_the_other(where: Any, strays: str = "") -> list[nn.Module]:
         "two optimizers",
         "a sampler",
         "two models",
+        "prepared again",
+        "in turn",
+        "no optimizer",
+        "a barrier",
         "nested",
         "old optimizer",
         "old loader",

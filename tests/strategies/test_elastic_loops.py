@@ -194,9 +194,14 @@ def test_sentences() -> None:
     def without_loader(on: Any) -> None:
         on.prepare(model, optimizer)
 
+    def again(on: Any) -> None:
+        on.prepare(model, optimizer, data)
+        on.prepare(model, optimizer, data)
+
     def two_models(on: Any) -> None:
         on.prepare(model, optimizer, data)
-        on.prepare(model, optimizer, data)
+        other = net()
+        on.prepare(other, torch.optim.Adam(other.parameters()), data)
 
     def without_epochs(on: Any) -> None:
         next(iter(on.prepare(model, optimizer, data).loader))
@@ -208,6 +213,7 @@ def test_sentences() -> None:
 
     cases = {
         without_loader: "needs the DataLoader",
+        again: "this model is prepared already",
         two_models: "prepares one model",
         without_epochs: r"for epoch in loader\.epochs",
         forgets: r"loader\.remember\(schedule",

@@ -27,7 +27,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, 0.1)
 
 
-def loop(on: sg.Strategy | None) -> list[Tensor]:
+def loop(on: sg.Strategy | None, loss: Any = nn.functional.cross_entropy) -> list[Tensor]:
     """Two epochs, written by hand."""
     model = compiled()
     optimizer: Any = sgd(model.parameters())
@@ -37,7 +37,7 @@ def loop(on: sg.Strategy | None) -> list[Tensor]:
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
+            loss(model(x), y).backward()
             optimizer.step()
     return [p.detach().clone() for p in model.parameters()]
 
@@ -94,3 +94,17 @@ def test_fit_of_a_compiled_module_is_that_of_one_device(strategy: sg.Strategy) -
 @pytest.mark.timeout(180)
 def test_a_loop_over_a_compiled_module_is_that_of_one_device(strategy: sg.Strategy) -> None:
     assert apart(loop(None), strategy.run(lambda: loop(strategy))[0]) < 1e-6
+
+
+@pytest.mark.timeout(180)
+def test_a_compiled_loss_is_told_by_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    def by_hand(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+    def train(on: sg.Strategy | None) -> list[Tensor]:
+        return loop(on, torch.compile(by_hand, backend="aot_eager"))
+
+    with sg.MirroredStrategy(["cpu:0", "cpu:1"]) as two:
+        assert apart(loop(None), two.run(train, two)[0]) < 1e-6
+    assert caplog.text.count("the loss ends in torch.compile, which cannot be read") == 1
+    assert 'it is a sum, loss_reduction="sum"' in caplog.text

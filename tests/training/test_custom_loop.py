@@ -530,20 +530,44 @@ def test_an_evaluation_that_combines_each_batch_is_told_nothing(
     assert ("read in shares" in caplog.text) is (how == "every other")
 
 
+@pytest.mark.parametrize("taken", [iter, list])
 def test_training_on_a_loader_by_itself_is_no_evaluation(
-    fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+    taken: Any, fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train() -> None:
         model = mlp()
         x, y = data(20)
         model, optimizer, _ = fresh.prepare(model, sgd(model))
-        for a, b in fresh.prepare(DataLoader(TensorDataset(x, y), batch_size=5)):
+        for a, b in taken(fresh.prepare(DataLoader(TensorDataset(x, y), batch_size=5))):
             F.cross_entropy(model(a), b).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     fresh.run(train)
     assert "read in shares" not in caplog.text and "no batch was cut" not in caplog.text
+
+
+def test_an_evaluation_before_training_is_told(
+    fresh: sg.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> None:
+        model = mlp()
+        x, y = data(20)
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=5)
+        model, optimizer, loader = fresh.prepare(model, sgd(model), loader)
+        evaluate(fresh, adds_up=False)
+        for a, b in loader:
+            F.cross_entropy(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    fresh.run(train)
+    assert "a loader of 21 rows was read in shares" in caplog.text
+
+
+def test_a_model_without_its_optimizer(two: sg.MirroredStrategy) -> None:
+    with pytest.raises(sg.UsageError, match=r"for a loop without one, torch\.optim\.SGD\("):
+        two.run(lambda: two.prepare(mlp(), None))  # type: ignore[call-overload]
 
 
 def test_a_share_of_one_row_is_explained(two: sg.MirroredStrategy) -> None:

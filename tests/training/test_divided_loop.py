@@ -120,6 +120,8 @@ def test_refusals() -> None:
     def loop(optimizer: Any, act: Any = None, **more: Any) -> None:
         model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
         model, made, _ = on.prepare(model, optimizer(model[0].parameters(), lr=0.1), **more)
+        if act is add_first:
+            made.add_param_group({"params": model[2].parameters()})
         if act is not None:
             act(model)
         if act is add:
@@ -129,6 +131,9 @@ def test_refusals() -> None:
     def add(model: Any) -> None:
         model(torch.ones(5, 6)).sum().backward()
 
+    def add_first(model: Any) -> None:
+        model(torch.ones(5, 6))
+
     sgd = torch.optim.SGD
     draw = lambda m: m(torch.randn(5, 6, requires_grad=True))  # noqa: E731
     with sg.TensorParallelStrategy(cpus(2)) as on:
@@ -136,6 +141,7 @@ def test_refusals() -> None:
             (lambda: loop(torch.optim.Adafactor), "Adafactor may look at whole parameters"),
             (lambda: loop(sgd, resume="run/"), "parts of an optimizer's state"),
             (lambda: loop(sgd, add), "other parameters behind prepare.*add them before prepare"),
+            (lambda: loop(sgd, add_first), "other parameters behind prepare.*add them before"),
             (lambda: loop(sgd, draw), "an input of the model requires a gradient"),
         ):
             with pytest.raises(sg.NotDistributable, match=words):

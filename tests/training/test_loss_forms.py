@@ -119,3 +119,10 @@ def test_a_number_that_all_replicas_change_alike_is_no_count(two: sg.MirroredStr
     expected = train(None, annealed(), 8)
     for trained in two.run(lambda: train(two, annealed(), 8)):
         assert distance(trained, expected) < 1e-6
+
+
+def test_a_sum_by_a_number_is_offered_what_says_that_it_is_a_sum(two: sg.MirroredStrategy) -> None:
+    by_eight: Loss = lambda o, y, c: F.cross_entropy(o, y, reduction="sum") / 8  # noqa: E731
+    words = r'a sum over rows divided by 8(.|\n)*prepare\(\.\.\., loss_reduction="sum"\)'
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=words):
+        two.run(train, two, by_eight, 8)

@@ -128,3 +128,20 @@ def test_a_list_of_rows_is_a_list() -> None:
 
     with strategy(2) as on:
         assert on.run(own, on) == [["a1", "b2"], ["c3", "d4"]]
+
+
+def test_a_mean_over_tasks_is_told_of_tasks() -> None:
+    """Five tasks on two replicas: three losses here, two there."""
+    on = strategy(2)
+
+    def train() -> None:
+        model = mlp()
+        model, _, _ = on.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x, y = tasks(5, 0)
+        mine = on.rows(list(range(5)))
+        losses = [F.mse_loss(model(x[task]), y[task]) for task in mine]
+        (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+
+    words = r"tokens or tasks.*mean over tasks: strategy\.backward\(loss, count=tasks\)"
+    with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=words):
+        on.run(train)

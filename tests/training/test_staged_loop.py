@@ -627,6 +627,22 @@ def test_what_other_stages_would_not_follow(pair: sg.PipelineStrategy, case: str
     assert re.search(words, pair.run(loop)[0])
 
 
+def test_a_group_that_is_added_before_the_first_batch(pair: sg.PipelineStrategy) -> None:
+    x, _ = doubles(7)
+
+    def loop() -> str:
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+        model, optimizer, _ = pair.prepare(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+        optimizer.add_param_group({"params": model[2].parameters()})
+        try:
+            model(x)
+        except sg.NotDistributable as refusal:
+            return str(refusal)
+        return "nothing"
+
+    assert "add them before prepare" in pair.run(loop)[0]
+
+
 def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
     class Mine(torch.optim.SGD):
         pass

@@ -22,6 +22,7 @@ from stratagem.frontends.keras.dry_step import Bench, Run, Trial
 from stratagem.frontends.keras.step_logs import user_metrics
 from stratagem.frontends.row_check import sizes_of
 from stratagem.frontends.row_trials import (
+    KERAS,
     LOSS,
     Tolerance,
     agree,
@@ -155,7 +156,7 @@ def _compare(
         for place, run in enumerate(shares, 1)
     ]
     everything = [gradient for each in passes for gradient in each[0]]
-    compare_gradients(_judge(bench.model), everything, parts, tolerance, sizes)
+    compare_gradients(_judge(bench.model), everything, parts, tolerance, sizes, KERAS)
 
 
 def _compare_states(
@@ -226,7 +227,7 @@ def _compare_losses(
     whole, *shares = losses
     parts = [loss * weight for loss, weight in zip(shares, weights, strict=True)]
     size = max(map(abs, parts))
-    compare_loss(whole, sum(parts), size, tolerance, sizes)
+    compare_loss(whole, sum(parts), size, tolerance, sizes, KERAS)
 
 
 def _judge(model: Any) -> str:
