@@ -29,7 +29,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[dev,keras,tensorboard,plots,sweep]"
+		-e ".[dev,huggingface,keras,tensorboard,plots,sweep]"
 	@touch $@
 
 demo: $(READY)

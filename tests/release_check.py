@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("keras", "tensorboard", "plots", "sweep", "quantize")
+EXTRAS = ("huggingface", "keras", "tensorboard", "plots", "sweep", "quantize")
 #: in an empty environment: two replicas train, and what needs an extra says which
 USE = """
 import importlib.util

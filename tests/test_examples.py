@@ -36,6 +36,7 @@ LIVE = [
         "docs/guide.md",
         "docs/own-loop.md",
         "docs/keras.md",
+        "docs/transformers.md",
         "docs/parameter-servers.md",
         "docs/model-parallel.md",
         "docs/sharded.md",

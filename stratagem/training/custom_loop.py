@@ -83,15 +83,18 @@ class LossReader:
         self._count: float | None = None
         #: values in a row, by the kind of mean; the same on all replicas once they have agreed
         self._units: dict[str, float] = {}
-        self._agreed = False
         #: the exchanges whose gradients the readings are for
         self._exchanges: list[weakref.ref[Accumulates]] = []
         #: the prepared models, until a warning of hooks on their parameters
         self._unhooked: list[weakref.ref[nn.Module]] = []
-        self._warned = False
-        self._usual, self._forms = UsualLoss(), LossForms()
+        self._warned, self._forms = False, LossForms()
+        self.agree_anew()
         #: of the latest pass: what replicas compare of its form
         self._mark = 0.0
+
+    def agree_anew(self) -> None:
+        """Have replicas agree at the next pass: another model may have another kind of loss."""
+        self._agreed, self._usual = False, UsualLoss()
 
     @property
     def _weighs_at_servers(self) -> bool:
@@ -155,12 +158,8 @@ class LossReader:
 
     def _look_for_hooks(self) -> None:
         models = [model for found in self._unhooked if (model := found()) is not None]
-        replica = self._replica()
-        pushed = self.pushes is not None  # a worker that pushes has a hook of its own
-
-        def ours(param: Tensor) -> int:
-            return self._ours(param) + pushed
-
+        replica, pushed = self._replica(), self.pushes is not None  # by a hook
+        ours = lambda p: self._ours(p) + pushed  # noqa: E731
         if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
             self._unhooked = []
 
@@ -277,7 +276,7 @@ class LossReader:
                 self._refuse_for_servers(term)
                 unit = term.full / share.examples or 1.0
                 mark += unit * _GOLDEN % 1
-                if self.pushes is not None and self._weighs_at_servers and self.is_reading:
+                if self._weighs_at_servers and self.is_reading and self.pushes is not None:
                     unit = self.pushes.unit(name, unit)
             found.append((term, term.count / (share.examples * unit)))
         factors: list[Any] = [factor for _, factor in found]
@@ -389,6 +388,7 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
             "this loop; leave it out, or give both the same."
         )
     reader.reduction = reduction or reader.reduction
+    reader.agree_anew()
     return reader
 
 

@@ -1,4 +1,4 @@
-"""Custom loops with servers in step, where each worker pads the rows of its part by itself."""
+"""Custom loops in which each replica, or worker in step, pads its own rows of a batch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import stratagem as sg
+from tests.support import cpus
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,7 +37,9 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack(inputs), torch.stack(targets)
 
 
-def train(where: sg.Strategy | None, passes: int = 1, every: int = 1) -> dict[str, Tensor]:
+def train(
+    where: sg.Strategy | None, passes: int = 1, every: int = 1, flat: bool = True
+) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model: nn.Module = nn.Sequential(nn.Embedding(WORDS, 8), nn.Tanh(), nn.Linear(8, WORDS))
     model = model.double()
@@ -50,18 +53,24 @@ def train(where: sg.Strategy | None, passes: int = 1, every: int = 1) -> dict[st
                 whole = (targets != IGNORED).all(0)
                 inputs, targets = inputs[:, whole], targets[:, whole]
             for _ in range(passes):
-                output = model(inputs).flatten(0, 1)
-                F.cross_entropy(output, targets.flatten(), ignore_index=IGNORED).backward()
+                output = model(inputs)
+                output = output.flatten(0, 1) if flat else output.transpose(1, 2)
+                wanted = targets.flatten() if flat else targets
+                F.cross_entropy(output, wanted, ignore_index=IGNORED).backward()
             if number % every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=["2 workers", "3 workers", "2 replicas"])
 def strategy(request: pytest.FixtureRequest) -> Iterator[sg.Strategy]:
-    cluster = sg.LocalCluster(workers=request.param, ps=1)
-    made = sg.ParameterServerStrategy(cluster, updates=sg.Synchronous())
+    count, kind = int(request.param[0]), request.param[2:]
+    made: sg.Strategy = (
+        sg.ParameterServerStrategy(sg.LocalCluster(workers=count, ps=1), updates=sg.Synchronous())
+        if kind == "workers"
+        else sg.MirroredStrategy(cpus(count))
+    )
     with closing(made):
         yield made
 
@@ -75,7 +84,19 @@ def test_every_token_weighs_the_same(strategy: sg.Strategy, passes: int) -> None
             assert float((value - alone[name]).abs().max()) < 1e-9, name
 
 
-def test_added_gradients_are_refused(strategy: sg.Strategy) -> None:
+def one_after_the_other(where: sg.Strategy | None) -> list[dict[str, Tensor]]:
+    return [train(where, flat=flat) for flat in (True, False)]
+
+
+def test_another_model_has_another_kind_of_loss(strategy: sg.Strategy) -> None:
+    alone = one_after_the_other(None)
+    for results in strategy.run(one_after_the_other, strategy):
+        for state, expected in zip(results, alone, strict=True):
+            assert max(float((state[k] - expected[k]).abs().max()) for k in expected) < 1e-9
+
+
+@pytest.mark.parametrize("strategy", ["2 workers"], indirect=True)
+def test_added_gradients_are_refused_by_servers(strategy: sg.Strategy) -> None:
     """Those of one batch need another weight than those of the next."""
     with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match="step after each batch"):
         strategy.run(train, strategy, 1, 2)
@@ -93,12 +114,13 @@ for state in strategy.run(train, strategy):
 """
 
 
+@pytest.mark.timeout(110)
 def test_workers_of_two_devices(tmp_path: Path) -> None:
     """Each one all-reduces first, and divides by what its devices counted: not the user's doing."""
     script = tmp_path / "train.py"
     script.write_text(TWO_DEVICES)
     command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as one device") == 4
     assert "has a hook" not in done.stdout + done.stderr
