@@ -5,9 +5,9 @@
     stratagem plan --validate --hosts 1 benchmarks/plan_accuracy/divided.py --net lstm
 
 Eight linear layers of 512, Adam, 128 rows a replica: stages of a pipeline (every schedule), rows of
-pipelines (from four cores on), divided layers and sharded replicas are among what is compared.
+pipelines (from four cores on) and sharded replicas are among what is compared.
 cnn: six convolutions of 16 and 32 channels on 32 x 32 pixels with GroupNorm, 16 rows a replica.
-lstm: four LSTM layers of 128 over 64 steps, 16 rows a replica; also chunks of time.
+lstm: four LSTM layers of 128 over 64 steps, 16 rows a replica.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.frontends import divided, staged
+from stratagem.frontends import staged
 from stratagem.frontends.adapter import TorchAdapter
 from stratagem.frontends.callback_list import CallbackList
 from stratagem.frontends.callbacks import History
@@ -29,7 +29,7 @@ from stratagem.strategies.strategy import Strategy
 from stratagem.training import dry_run
 from stratagem.training.devices import place
 from stratagem.training.replica import Replica, alone, current_replica
-from stratagem.training.settings import Pipeline, Settings, TensorParallel
+from stratagem.training.settings import Pipeline, Settings
 
 _EPOCHS = 2  # the first one is the warm-up
 
@@ -66,11 +66,6 @@ def rehearse(
             unpiped=dry_run.refusal(partial(staged.check, split, 2)),
             unsharded=dry_run.refusal(partial(refuse_unshared, module, optimizer, recipe)),
             one_set=cast is not torch.float16 and can_slice(optimizer, trained),
-            undivided=dry_run.refusal(
-                partial(
-                    divided.check, replace(split, settings=Settings(tensor=TensorParallel())), 2
-                )
-            ),
         )
     )
 

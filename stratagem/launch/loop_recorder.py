@@ -275,7 +275,6 @@ def _hand_over(
             own_loop=True,
             unpiped=f"{_UNPLANNED}; PipelineStrategy and Mesh take one: docs/model-parallel.md.",
             unsharded=f"{_UNPLANNED}; CPU replicas of one machine take one: docs/sharded.md.",
-            undivided=f"{_UNPLANNED}; TensorParallelStrategy takes one: docs/model-parallel.md.",
         )
     )
 

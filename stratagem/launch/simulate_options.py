@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "(every step)",
         ),
         ("--stages S", "a pipeline of so many, instead of workers", whole(1)),
-        ("--microbatches M", "--stages: of a batch, or chunks of time (8)", whole(1), 8),
+        ("--microbatches M", "--stages: of a batch (8)", whole(1), 8),
         (
             "--schedule NAME",
-            "--stages: gpipe, 1f1b, eager, interleaved, columns (of chunks of time)",
+            "--stages: gpipe, 1f1b, eager, interleaved",
             str,
             "1f1b",
         ),

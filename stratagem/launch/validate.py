@@ -23,14 +23,7 @@ from stratagem.cluster.environment import cores
 from stratagem.errors import UsageError
 from stratagem.plan.advice import constructor
 from stratagem.plan.choose import Plan
-from stratagem.plan.configuration import (
-    CENTRAL,
-    MIRRORED,
-    SERVERS,
-    SHARDED,
-    TENSOR,
-    Configuration,
-)
+from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, SHARDED, Configuration
 from stratagem.plan.cost import predict
 from stratagem.plan.measure import batch_of
 from stratagem.rules.updates import Asynchronous, LowerRate, Synchronous
@@ -42,7 +35,6 @@ from stratagem.strategies.parameter_server import ParameterServerStrategy
 from stratagem.strategies.pipeline import PipelineStrategy
 from stratagem.strategies.sharded import ShardedStrategy
 from stratagem.strategies.strategy import Strategy
-from stratagem.strategies.tensor_parallel import TensorParallelStrategy
 from stratagem.training.dry_run import DryRun
 from stratagem.wire.device_kinds import KINDS
 
@@ -149,10 +141,10 @@ def fitting(plan: Plan) -> list[Configuration]:
 
 def _divides(cfg: Configuration, n: int) -> bool:
     """Whether this is one of the strategies that divide a model over `n` devices; of pipelines and
-    meshes, every schedule with two microbatches or chunks a stage."""
+    meshes, every schedule with two microbatches a stage."""
     if cfg.hosts > 1 or cfg.replicas != n:
         return False
-    return cfg.strategy in (SHARDED, TENSOR) or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
+    return cfg.strategy == SHARDED or (cfg.staged and cfg.microbatches == 2 * cfg.depth)
 
 
 #: names in the code that the plan prints
@@ -161,7 +153,7 @@ _NAMES = SimpleNamespace(
         each.__name__: each
         for each in (
             *(CentralStorageStrategy, Mesh, MirroredStrategy, ParameterServerStrategy),
-            *(PipelineStrategy, ShardedStrategy, TensorParallelStrategy),
+            *(PipelineStrategy, ShardedStrategy),
             *(Asynchronous, LocalCluster, LowerRate, Synchronous),
         )
     }

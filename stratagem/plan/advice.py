@@ -8,13 +8,11 @@ from dataclasses import replace
 from stratagem.plan.choose import BETTER, CLOSE, Plan, choose
 from stratagem.plan.configuration import (
     CENTRAL,
-    COLUMNS,
     MESH,
     MIRRORED,
     PIPELINE,
     SERVERS,
     SHARDED,
-    TENSOR,
     Configuration,
 )
 from stratagem.plan.cost import Prediction, predict
@@ -25,7 +23,7 @@ from stratagem.plan.profile import Profile
 #: a comment in the code for a custom loop, if one process has several devices
 _LOOP = ["# your loop goes into a function, and strategy.run(function): docs/own-loop.md"]
 #: the word for the devices of each strategy that divides the model
-_NOUNS = {PIPELINE: "stages", MESH: "stages", TENSOR: "devices"}
+_NOUNS = {PIPELINE: "stages", MESH: "stages"}
 #: measured memory of a training with Adam, relative to the memory that the planner counts
 _PEAK = 1.7
 #: common link speeds, of which the sentence names the first that is enough
@@ -245,14 +243,10 @@ def constructor(cfg: Configuration, device: str, per_host: int) -> str:
         some = ['devices="cpu"'] if device == "cpu" else some  # one name for all workers
         words = [*(local if cfg.hosts == 1 else []), rule, *wire, *some]
         return f"sg.ParameterServerStrategy({', '.join(words)})"
-    if cfg.strategy == TENSOR:
-        return f"sg.TensorParallelStrategy({here})"
     pieces = f'microbatches={cfg.microbatches}, schedule="{cfg.schedule}"'
     if cfg.strategy == MESH:
         place = f"devices={here}, " if cfg.hosts == 1 else ""
         return f"sg.Mesh(data={cfg.rows}, stage={cfg.depth}, {place}{pieces})"
-    if cfg.schedule == COLUMNS:
-        pieces = f"columns={cfg.microbatches}"
     if cfg.strategy == PIPELINE:
         return f"sg.PipelineStrategy({here}, {pieces})"
     if cfg.strategy == SHARDED:

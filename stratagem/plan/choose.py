@@ -9,7 +9,6 @@ from functools import cached_property
 from stratagem.errors import UsageError
 from stratagem.plan.configuration import (
     CENTRAL,
-    COLUMNS,
     MESH,
     MIRRORED,
     MULTI_WORKER,
@@ -17,7 +16,6 @@ from stratagem.plan.configuration import (
     PIPELINE,
     SERVERS,
     SHARDED,
-    TENSOR,
     Configuration,
 )
 from stratagem.plan.cost import Prediction, predict
@@ -35,7 +33,7 @@ _CAUSES = {"compute": "shared cores"}
 #: the most servers to try
 _SERVERS = 8
 #: how complex each strategy is that divides the model (`_price`)
-_COMPLEXITY = {SHARDED: 1, PIPELINE: 2, TENSOR: 2, MESH: 3}
+_COMPLEXITY = {SHARDED: 1, PIPELINE: 2, MESH: 3}
 #: above this fraction of the highest speed, the smaller and simpler configuration is preferred
 CLOSE = 0.95
 #: updates between two meetings, and fragments, to try for `sync=`: those of studies/bytes
@@ -226,10 +224,8 @@ def _divided(profile: Profile, hosts: int, per_host: int) -> Iterator[Configurat
         yield Configuration(SHARDED, hosts, per_host)
     if hosts > 1:  # stages are devices of one host
         return
-    if profile.divided is not None:
-        yield Configuration(TENSOR, per_host=per_host)
     for schedule, parts in PARTS.items():
-        for table in profile.chunks if schedule == COLUMNS else profile.layers:
+        for table in profile.layers:
             if len(table.costs) >= per_host * parts:
                 many = table.pieces * per_host
                 yield Configuration(

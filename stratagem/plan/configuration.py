@@ -8,7 +8,7 @@ from typing import Any
 from stratagem.errors import UsageError
 from stratagem.plan.lossy import LOSSY
 from stratagem.rules.cadence import DiLoCo
-from stratagem.rules.schedules import SCHEDULES, waves
+from stratagem.rules.schedules import SCHEDULES
 
 MIRRORED = "MirroredStrategy"
 MULTI_WORKER = "MultiWorkerMirroredStrategy"
@@ -17,13 +17,9 @@ SERVERS = "ParameterServerStrategy"
 SHARDED = "ShardedStrategy"
 PIPELINE = "PipelineStrategy"
 MESH = "Mesh"
-TENSOR = "TensorParallelStrategy"
-STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE, MESH, TENSOR)
-#: the schedule of a pipeline with chunks of time (`columns=`) instead of microbatches
-COLUMNS = "columns"
-PLANNED = {**SCHEDULES, COLUMNS: waves}
+STRATEGIES = (MIRRORED, MULTI_WORKER, CENTRAL, SERVERS, SHARDED, PIPELINE, MESH)
 #: by schedule, the number of parts of the model on each device of a pipeline
-PARTS = {name: 2 if name == "interleaved" else 1 for name in PLANNED}
+PARTS = {name: 2 if name == "interleaved" else 1 for name in SCHEDULES}
 _WIRES = (None, "float32", "bfloat16", *LOSSY)
 
 
@@ -187,9 +183,8 @@ class Configuration:
 
     @property
     def pieces(self) -> str:
-        """The number of microbatches or chunks, in words."""
-        what = "chunks" if self.schedule == COLUMNS else "microbatches"
-        return f", {self.microbatches} {what}" if self.microbatches else ""
+        """The number of microbatches, in words."""
+        return f", {self.microbatches} microbatches" if self.microbatches else ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -9,8 +9,7 @@ import math
 from functools import cached_property
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import SERVERS, SHARDED, TENSOR, Configuration
-from stratagem.plan.divided_step import DividedStep
+from stratagem.plan.configuration import SERVERS, SHARDED, Configuration
 from stratagem.plan.formulas import (
     Calibration,
     added,
@@ -60,8 +59,6 @@ def predict(
         )
     if configuration.staged:
         return StagedStep(*given).staged()
-    if configuration.strategy == TENSOR:
-        return DividedStep(*given).divided()
     mirrored = _MirroredStep(*given)
     if configuration.strategy == SHARDED and not in_memory:
         return mirrored.gathered()

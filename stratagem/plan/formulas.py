@@ -182,8 +182,6 @@ class Calibration:
     half: float = 0.35
     #: one operation of a pipeline: a message in, one out, and the code around the layers
     microbatch: float = 300e-6
-    #: an all-reduce or all-gather of a value by processes that divide layers
-    crossing: float = 150e-6
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

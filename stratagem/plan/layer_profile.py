@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.data.shares import rows
-from stratagem.plan.divided_profile import chunk_tables, divided_layers, reason
+from stratagem.errors import NotDistributable, ReplicaFailed, UsageError
 from stratagem.plan.machine import one_thread
 from stratagem.plan.profile import Footprint, LayerTable, Profile
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_costs import LayerMeter, saved_tensors
-from stratagem.training.layer_graph import trace
 from stratagem.training.settings import Pipeline
 from stratagem.training.stage_plan import check_layers
-from stratagem.training.tensor_program import OPENED
 
-#: numbers of microbatches or chunks for each stage
+#: numbers of microbatches for each stage
 _PIECES = (1, 2, 4)
 
 
@@ -37,19 +35,16 @@ def with_layers(
         footprint=held,
         unpiped=trial.unpiped,
         unsharded=trial.unsharded,
-        undivided=trial.undivided,
         sharded_here=trial.sharded_here,
         one_set=trial.one_set,
     )
     if trial.inputs is None or trial.arguments is None:
         return found
     if measured.device != "cpu":
-        why = "stages, and processes that divide layers, are CPU processes so far."
-        return replace(found, unpiped=trial.unpiped or why, undivided=trial.undivided or why)
+        return replace(found, unpiped=trial.unpiped or "stages are CPU processes so far.")
     # as for processes that fill a machine; few rows gain little by more threads
     with one_thread(), trial.autocast():
-        found = found if trial.unpiped else _with_stages(found, trial, batch)
-        return found if trial.undivided else _with_divided(found, trial, batch)
+        return found if trial.unpiped else _with_stages(found, trial, batch)
 
 
 def footprint(trial: DryRun, batch: Any, params: list[nn.Parameter]) -> Footprint:
@@ -81,7 +76,7 @@ def _kept(trial: DryRun, batch: Any) -> int:
 
 
 def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """Add all layers' costs for each size of microbatch or chunk, or why there are no stages."""
+    """Add all layers' costs for each size of microbatch, or why there are no stages."""
     assert trial.inputs is not None and trial.arguments is not None
     x = trial.inputs(batch)
     try:
@@ -93,21 +88,17 @@ def _with_stages(found: Profile, trial: DryRun, batch: Any) -> Profile:
             if pieces <= found.batch:
                 given = trial.arguments(names, rows(x, 0, -(-found.batch // pieces)))
                 tables.append(LayerTable(pieces, tuple(meter.measure(given))))
-        whole = trial.arguments(names, rows(x, 0, found.batch))
-        chunks, rest = chunk_tables(graph, whole, tables[0].costs, _PIECES)
     except Exception as problem:
         return replace(found, unpiped=reason(problem))
-    return replace(found, layers=tuple(tables), chunks=chunks, unchunked=rest)
+    return replace(found, layers=tuple(tables))
 
 
-def _with_divided(found: Profile, trial: DryRun, batch: Any) -> Profile:
-    """Add the share of layers that can be divided, or the reason why none can."""
-    assert trial.inputs is not None and trial.arguments is not None
-    x = trial.inputs(batch)
-    try:
-        graph = trace(trial.module, x, OPENED)
-        names = [str(node.target) for node in graph.inputs]
-        given = trial.arguments(names, rows(x, 0, found.batch))
-        return replace(found, divided=divided_layers(graph, given))
-    except Exception as problem:
-        return replace(found, undivided=reason(problem))
+def reason(problem: Exception) -> str:
+    """Say why a strategy cannot be used; its failure must not end the plan of all others."""
+    if isinstance(problem, NotDistributable | UsageError):
+        return str(problem)
+    lines = str(problem).strip().splitlines() or [""]
+    said = f"{type(problem).__name__}: {lines[0]}"
+    if isinstance(problem, ReplicaFailed):  # its own error is at the end
+        said = lines[-1]
+    return f"it failed when it was measured, with {said}"

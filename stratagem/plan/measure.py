@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from stratagem.data.shares import count_rows
 from stratagem.errors import UsageError
-from stratagem.plan.divided_profile import with_played
 from stratagem.plan.host_memory import available, least
 from stratagem.plan.layer_profile import with_layers
 from stratagem.plan.lossy import codec_times
@@ -94,8 +93,6 @@ def rehearse(
             say(f"the same with {' and '.join(map(str, many))} replicas at once")
             measured = replace(measured, crowd=crowd(trial, given, many))
             measured = with_stages(measured, trial, given, many)
-        if many and measured.divided is not None:
-            measured = with_played(measured, trial, given, say)
     return measured
 
 

@@ -170,7 +170,6 @@ def profile(
         arguments=lambda names, x: list(x) if isinstance(x, tuple) else [x],
         unpiped="",
         unsharded="",
-        undivided="",
         one_set=can_slice(optimizer, [p for p in module.parameters() if p.requires_grad]),
     )
     return rehearse(trial, steps=steps, crowded=crowded, lossy=lossy, say=say)

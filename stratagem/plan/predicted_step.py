@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stratagem.plan.configuration import (
-    CENTRAL,
-    MIRRORED,
-    SERVERS,
-    SHARDED,
-    TENSOR,
-    Configuration,
-)
+from stratagem.plan.configuration import CENTRAL, MIRRORED, SERVERS, SHARDED, Configuration
 from stratagem.plan.formulas import Calibration, between, sampled
 from stratagem.plan.hardware import Hardware, say_seconds
 from stratagem.plan.profile import Profile
@@ -185,13 +178,12 @@ def device_memory(profile: Profile, cfg: Configuration) -> float | None:
     workers of servers                    P + G + A
     pipeline, mesh                        of its own layers P + G + S, and A of each microbatch that
                                           is kept (staged_step.py)
-    divided layers                        1/n of P + G + S of the divided layers, all of the others'
 
     Memory that the replicas of a machine share counts in equal parts. Allocators, the interpreter
     and temporaries of kernels take more.
     """
     held, n = profile.footprint, cfg.replicas
-    if held is None or cfg.staged or cfg.strategy == TENSOR:
+    if held is None or cfg.staged:
         return None
     in_memory = profile.device == "cpu" and cfg.hosts == 1
     shares = in_memory and profile.one_set

@@ -70,7 +70,7 @@ class LayerTable:
 class StageTime:
     """Seconds of the whole model as one stage, in one of several processes.
 
-    `forward` and `backward` are those of a microbatch or chunk; `late` is deferred to the end of a
+    `forward` and `backward` are those of a microbatch; `late` is deferred to the end of a
     batch. All processes compute at once, or one of them `alone`.
     """
 
@@ -80,26 +80,6 @@ class StageTime:
     backward: float
     late: float = 0.0
     alone: bool = False
-
-
-@dataclass(frozen=True)
-class DividedLayers:
-    """The part of a model in layers that processes divide, and their communication."""
-
-    #: shares of the time, of the bytes that are held for good, and of activations
-    seconds: float
-    fixed: float
-    activations: float
-    #: bytes that are all-reduced or gathered for one replica's rows, and the number of operations
-    crossing: int
-    meetings: int
-    #: seconds of a forward and backward of two processes, each with its part of the layers and both
-    #: replicas' rows; 0 if not measured
-    played: float = 0.0
-    #: seconds of these two processes' update; 0 if not measured
-    update: float = 0.0
-    #: how much longer the layers that are not divided take for twice the rows
-    growth: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -159,20 +139,13 @@ class Profile:
     footprint: Footprint | None = None
     #: layer costs for the whole batch, a half and a quarter of it, if the model can be split
     layers: tuple[LayerTable, ...] = ()
-    #: recurrent layers for the whole sequence, a half and a quarter of it, and all other layers
-    chunks: tuple[LayerTable, ...] = ()
-    unchunked: tuple[LayerCost, ...] = ()
-    #: all these layers together in the stages' own code, for microbatches and for chunks
+    #: all these layers together in the stages' own code
     stage_times: tuple[StageTime, ...] = ()
-    chunk_times: tuple[StageTime, ...] = ()
     #: one operation of a stage with nothing to compute: messages; 0 if not measured
     operation: float = 0.0
-    #: for processes that each have a part of every layer
-    divided: DividedLayers | None = None
-    #: why the model has no pipeline, why its state is not sharded, its layers not divided
+    #: why the model has no pipeline, and why its state is not sharded
     unpiped: str = ""
     unsharded: str = ""
-    undivided: str = ""
     #: whether its state is sharded on the CPUs of one machine only
     sharded_here: bool = False
     #: whether mirrored CPU replicas of one machine have one set of parameters, and update parts
@@ -270,13 +243,8 @@ class Profile:
             given["shapes"] = tuple(tuple(shape) for shape in given.get("shapes", ()))
             for name in ("samples", "notes"):
                 given[name] = tuple(given.get(name, ()))
-            for name in ("layers", "chunks"):
-                given[name] = tuple(LayerTable.from_json(each) for each in given.get(name, ()))
-            for name in ("stage_times", "chunk_times"):
-                given[name] = tuple(StageTime(**each) for each in given.get(name, ()))
-            given["unchunked"] = tuple(LayerCost(**each) for each in given.get("unchunked", ()))
-            if given.get("divided") is not None:
-                given["divided"] = DividedLayers(**given["divided"])
+            given["layers"] = tuple(LayerTable.from_json(each) for each in given.get("layers", ()))
+            given["stage_times"] = tuple(StageTime(**t) for t in given.get("stage_times", ()))
             given["codecs"] = tuple(CodecTime(**each) for each in given.get("codecs", ()))
             if given.get("footprint") is not None:
                 given["footprint"] = Footprint(**given["footprint"])

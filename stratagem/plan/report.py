@@ -25,6 +25,8 @@ from stratagem.plan.hardware import Hardware, say_bytes, say_seconds
 from stratagem.plan.lossy_advice import compared, lossy_table
 from stratagem.plan.profile import Profile
 
+#: what has no row
+_LEFT_OUT = " (TensorParallelStrategy and columns= are not predicted)"
 #: widths to try for names and reasons, in characters
 _TEXT = (60, 30, 24, 20, 10)
 
@@ -150,7 +152,9 @@ def render(plan: Plan, console: Console, *, rows: bool = False) -> None:
     console.print(f"on {plan.hardware}{end}", soft_wrap=soft)
     console.print(_listing(plan) if rows else _fitting(plan, console))
     if not rows and plan.profile.footprint is not None:
-        console.print("what a device holds, and what speaks against it:", soft_wrap=soft)
+        console.print(
+            f"what a device holds, and what speaks against it{_LEFT_OUT}:", soft_wrap=soft
+        )
         console.print(_needs(plan, console.width))
     if plan.lossy:
         console.print("with less than the gradients on the wire:", soft_wrap=soft)
@@ -232,7 +236,6 @@ def refused(profile: Profile) -> list[tuple[str, str]]:
     given = (
         ("Pipeline", profile.unpiped),
         ("Sharded", profile.unsharded),
-        ("TensorParallel", profile.undivided),
     )
     return [(name, reason) for name, reason in given if reason]
 

@@ -1,7 +1,7 @@
 """Measure the operations of pipeline stages in their real code, with several processes at once.
 
 Each process has the whole model as the only stage of a pipeline, with the threads of a stage, and
-runs microbatches or chunks of the number and size that so many stages have. So the measurement
+runs microbatches of the number and size that so many stages have. So the measurement
 includes the cost of few rows, few threads, shared memory bandwidth and the code around the layers.
 No more processes run than there are processors. Messages are measured between two stages that have
 next to nothing to compute. staged_step.py uses the results.
@@ -21,14 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.cluster.environment import cores
-from stratagem.data.shares import rows, tensors_in, with_tensors
-from stratagem.plan.divided_profile import reason
+from stratagem.data.shares import rows, tensors_in
+from stratagem.plan.layer_profile import reason
 from stratagem.plan.profile import Profile, StageTime
-from stratagem.rules.chunk_choice import ChunkChoice
-from stratagem.rules.schedules import SCHEDULES, Op
+from stratagem.rules.schedules import SCHEDULES
 from stratagem.strategies.mirrored import MirroredStrategy
-from stratagem.training.column_plan import plan_columns
-from stratagem.training.columns import ColumnChannels, ColumnStage
 from stratagem.training.dry_run import DryRun
 from stratagem.training.layer_graph import LayerGraph, trace
 from stratagem.training.replica import current_replica
@@ -76,16 +73,6 @@ class _TimedStage(Stage):
         super().play(ops, *args)
 
 
-class _TimedColumns(ColumnStage):
-    clock: _Clock
-
-    def _forward_chunk(self, *args: Any) -> None:
-        self.clock.time("F", super()._forward_chunk, *args)
-
-    def _backward_chunk(self, *args: Any) -> None:
-        self.clock.time("B", super()._backward_chunk, *args)
-
-
 def _judge(m: int, output: Any) -> Tensor:
     return sum((t.sum() for t in tensors_in(output) if t.is_floating_point()), torch.zeros(()))
 
@@ -97,8 +84,7 @@ def with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int
     try:
         return _with_stages(measured, trial, given, many)
     except Exception as problem:
-        whole = replace(measured, layers=(), chunks=(), unchunked=())
-        return replace(whole, unpiped=reason(problem))
+        return replace(measured, layers=(), unpiped=reason(problem))
 
 
 def _with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[int]) -> Profile:
@@ -108,47 +94,25 @@ def _with_stages(measured: Profile, trial: DryRun, given: Any, many: Sequence[in
     whole = trial.arguments(names, rows(x, 0, batch))
     played = (trial.module, trial.layers, trial.autocast, names, whole, batch)
     times: list[StageTime] = []
-    chunks: list[StageTime] = []
     operation = 0.0
-    stacked = [
-        n
-        for n in sizes_of(max(cores(), *many))
-        if measured.chunks and n <= len(measured.chunks[0].costs)
-    ]
-    for n in sorted({*many, *stacked}):
+    for n in many:
         strategy = MirroredStrategy([f"cpu:{i}" for i in range(min(n, cores()))])
         try:
             if n == 2 <= cores():
                 operation = max(strategy.run(_hand_over))
             for alone in (False, True):
                 timed = partial(_timed, strategy, n, played, alone)
-                if n in many:
-                    times += [timed(each.pieces, columns=False) for each in measured.layers]
-                if n in stacked:
-                    chunks += [timed(each.pieces, columns=True) for each in measured.chunks]
+                times += [timed(each.pieces) for each in measured.layers]
         finally:
             strategy.close()
-    return replace(
-        measured, stage_times=tuple(times), chunk_times=tuple(chunks), operation=operation
-    )
-
-
-def sizes_of(most: int) -> list[int]:
-    """Return the powers of two from 2 to `most`."""
-    return [1 << i for i in range(1, most.bit_length())]
+    return replace(measured, stage_times=tuple(times), operation=operation)
 
 
 def _timed(
-    strategy: MirroredStrategy,
-    n: int,
-    played: tuple[Any, ...],
-    alone: bool,
-    pieces: int,
-    *,
-    columns: bool,
+    strategy: MirroredStrategy, n: int, played: tuple[Any, ...], alone: bool, pieces: int
 ) -> StageTime:
     """Measure a stage's operations; the slowest process counts."""
-    found = strategy.run(_play, *played, n, pieces, columns, alone)
+    found = strategy.run(_play, *played, n, pieces, alone)
     forward, backward, late = (max(kind) for kind in zip(*found, strict=True))
     return StageTime(n, pieces, forward, backward, late, alone)
 
@@ -162,7 +126,6 @@ def _play(
     batch: int,
     n: int,
     pieces: int,
-    columns: bool,
     alone: bool,
 ) -> tuple[float, float, float]:
     """On each process: seconds of a forward, a backward and the deferred weight gradients.
@@ -172,20 +135,11 @@ def _play(
     replica, clock = current_replica(), _Clock()
     module.train()
     graph = layers(module, dict.fromkeys(names))
-    if columns:
-        many = [with_tensors(v, lambda t: torch.cat([t] * n) if t.dim() else t) for v in given]
-        plan = plan_columns(graph, 1)
-        stage: Any = _TimedColumns(
-            plan, 0, ChunkChoice(1, pieces * n), ColumnChannels(1, replica.collective), autocast
-        )
-        ops: list[Op] = []
-        inputs = [many]
-    else:
-        parts = cut(graph, [0])
-        stage = _TimedStage(graph, parts, 0, StageChannels(parts, 1, replica.collective), autocast)
-        count = pieces * min(n, _ROWS)
-        inputs = [rows(given, 0, -(-batch // pieces))] * count
-        ops = list(SCHEDULES["1f1b"](0, 1, count, 1))
+    parts = cut(graph, [0])
+    stage = _TimedStage(graph, parts, 0, StageChannels(parts, 1, replica.collective), autocast)
+    count = pieces * min(n, _ROWS)
+    inputs = [rows(given, 0, -(-batch // pieces))] * count
+    ops = list(SCHEDULES["1f1b"](0, 1, count, 1))
     stage.clock = clock
     replica.barrier()
     end = time.perf_counter() + _SECONDS

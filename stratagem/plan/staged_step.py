@@ -19,12 +19,11 @@ from functools import cached_property
 from itertools import pairwise
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import COLUMNS, PLANNED
 from stratagem.plan.formulas import between
 from stratagem.plan.predicted_step import PredictedStep, Prediction
 from stratagem.plan.profile import LayerTable, StageTime
 from stratagem.rules.layer_split import LayerCost, split_layers
-from stratagem.rules.schedules import Op, kept
+from stratagem.rules.schedules import SCHEDULES, Op, kept
 from stratagem.rules.timeline import HandOver, Timeline, timeline
 
 
@@ -47,9 +46,6 @@ class StagedStep(PredictedStep):
         }
         if self.cfg.rows > 1:
             parts["memory"] = self._summing_seconds()
-        if self.cfg.schedule == COLUMNS:
-            once = sum(cost.seconds for cost in self.profile.unchunked)
-            parts["before and behind"] = once * self._layer_scale * self.cfg.depth
         found = self.prediction(parts)
         waits = 1 - sum(busy) / (len(busy) * whole) if whole else 0.0
         return replace(found, memory=max(self.memories, default=None), bubble=waits)
@@ -58,26 +54,20 @@ class StagedStep(PredictedStep):
     def table(self) -> LayerTable:
         """The layers for microbatches of this size."""
         pieces = max(1, round(self.cfg.microbatches / self.cfg.depth))
-        for table in self._tables:
+        for table in self.profile.layers:
             if table.pieces == pieces:
                 return table
-        counts = ", ".join(str(table.pieces * self.cfg.depth) for table in self._tables)
+        counts = ", ".join(str(table.pieces * self.cfg.depth) for table in self.profile.layers)
         raise UsageError(
             f"{self.cfg.microbatches} microbatches on {self.cfg.depth} stages were not measured;"
             f" plan {f'one of {counts}' if counts else 'another strategy'}."
         )
 
-    @property
-    def _tables(self) -> tuple[LayerTable, ...]:
-        return self.profile.chunks if self.cfg.schedule == COLUMNS else self.profile.layers
-
     @cached_property
     def _late(self) -> list[float]:
         """Seconds of each stage's deferred weight gradients, computed once a batch for all rows."""
-        whole, n = self._tables[0].costs, self.cfg.depth
+        whole, n = self.profile.layers[0].costs, self.cfg.depth
         found, at = [0.0] * n, 0
-        if self.cfg.schedule == COLUMNS:
-            return found
         for part, costs in enumerate(self.stages):
             found[part % n] += sum(cost.late for cost in whole[at : at + len(costs)])
             at += len(costs)
@@ -95,7 +85,7 @@ class StagedStep(PredictedStep):
         return self.cfg.per_host / self._processors
 
     def _model_seconds(self, computing: int) -> StageTime:
-        """Seconds of all layers for a microbatch or chunk while so many stages of a host compute.
+        """Seconds of all layers for a microbatch while so many stages of a host compute.
 
         Stages take turns if they are more than the processors.
         """
@@ -111,8 +101,7 @@ class StagedStep(PredictedStep):
         Interpolates between the measurements of one stage alone and of all at once; without these,
         sums over the layers.
         """
-        columns = self.cfg.schedule == COLUMNS
-        tried = self.profile.chunk_times if columns else self.profile.stage_times
+        tried = self.profile.stage_times
         here, pieces = self.cfg.per_host, self.table.pieces
         if tried and self.on_cpu:
 
@@ -134,7 +123,7 @@ class StagedStep(PredictedStep):
         costs, unit = self.table.costs, self._layer_scale
         forward = sum(c.forward for c in costs)
         rest = sum(c.seconds - c.late for c in costs) - forward
-        late = 0.0 if columns else sum(c.late for c in self._tables[0].costs) * self.cfg.depth
+        late = sum(c.late for c in self.profile.layers[0].costs) * self.cfg.depth
         return StageTime(here, pieces, forward * unit, rest * unit, late * unit)
 
     def _summing_seconds(self) -> float:
@@ -168,7 +157,7 @@ class StagedStep(PredictedStep):
     def _kept_by_part(self) -> list[int]:
         """Microbatches that each part keeps: the parts of a device share its number."""
         n, cfg = self.cfg.depth, self.cfg
-        schedule = PLANNED[cfg.schedule]
+        schedule = SCHEDULES[cfg.schedule]
         held = [kept(schedule(d, n, cfg.microbatches, cfg.parts)) for d in range(n)]
         return [-(-held[part % n] // cfg.parts) for part in range(n * cfg.parts)]
 
@@ -189,9 +178,6 @@ class StagedStep(PredictedStep):
         """Bytes of each device."""
         n = self.cfg.depth
         found = [0.0] * n
-        if self.cfg.schedule == COLUMNS:
-            rest = [self._sized(cost) for cost in self.profile.unchunked]
-            found[-1] += sum(c.fixed + n * c.activation for c in rest)
         for part, (costs, many) in enumerate(zip(self.stages, self._kept_by_part(), strict=True)):
             sized = [self._sized(cost) for cost in costs]
             found[part % n] += sum(c.fixed + many * c.activation for c in sized)
@@ -229,7 +215,7 @@ class StagedStep(PredictedStep):
             takes.append(
                 {k: [whole[k] * part + self._message_seconds for part in shares[k]] for k in shares}
             )
-        given = (PLANNED[cfg.schedule], cfg.depth, cfg.microbatches, cfg.parts)
+        given = (SCHEDULES[cfg.schedule], cfg.depth, cfg.microbatches, cfg.parts)
         return timeline(*given, lambda op, k: takes[k][op.kind][op.part], self._carried)
 
     @property

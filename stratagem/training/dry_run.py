@@ -52,10 +52,9 @@ class DryRun:
     layers: Callable[[Any, Any], LayerGraph] = trace
     #: opens the precision in which layers are computed one by one
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    #: why a pipeline, sharded state and divided layers are not planned
+    #: why a pipeline and sharded state are not planned
     unpiped: str = "it is not predicted for this training."
     unsharded: str = "it is not predicted for this training."
-    undivided: str = "it is not predicted for this training."
     #: whether its state is sharded on the CPUs of one machine only
     sharded_here: bool = False
     #: whether mirrored CPU replicas of one machine have one set of parameters, and update parts

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import stratagem as sg
 from stratagem.cluster.environment import cores
@@ -18,27 +17,15 @@ from stratagem.errors import UsageError
 from stratagem.launch.validate import fitting
 from stratagem.plan import advice, report
 from stratagem.plan.choose import choose
-from stratagem.plan.configuration import (
-    COLUMNS,
-    MESH,
-    MIRRORED,
-    PIPELINE,
-    SHARDED,
-    TENSOR,
-    Configuration,
-)
+from stratagem.plan.configuration import MESH, MIRRORED, PIPELINE, SHARDED, Configuration
 from stratagem.plan.cost import predict
-from stratagem.plan.divided_profile import divided_layers
-from stratagem.plan.formulas import Calibration
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.profile import DividedLayers, Footprint, LayerTable, Profile, StageTime
+from stratagem.plan.profile import Footprint, LayerTable, Profile, StageTime
 from stratagem.plan.stage_profile import with_stages
 from stratagem.rules.layer_split import LayerCost
 from stratagem.rules.schedules import SCHEDULES
 from stratagem.rules.timeline import timeline
 from stratagem.training.dry_run import DryRun
-from stratagem.training.layer_graph import trace
-from stratagem.training.tensor_program import OPENED
 from tests.plan.support import IDEAL, profile
 
 MB = 1_000_000
@@ -147,8 +134,8 @@ def test_more_stages_than_processors_share_them(rows: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_operations_are_measured_in_the_stages_own_code() -> None:
-    """In two real processes, as microbatches and as chunks of time; the model is left as it was."""
-    net, x = Stack(), torch.randn(4, 8, 6)
+    """In two real processes, as microbatches; the model is left as it was."""
+    net, x = small(), torch.randn(4, 8)
     trial = DryRun(
         net,
         x,
@@ -158,32 +145,18 @@ def test_operations_are_measured_in_the_stages_own_code() -> None:
         arguments=lambda names, given: [given],
     )
     table = LayerTable(1, (LayerCost(1e-3), LayerCost(1e-3)))
-    given = model(batch=4, layers=(table, replace(table, pieces=2)), chunks=(table,))
+    given = model(batch=4, layers=(table, replace(table, pieces=2)))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     more = 2 * cores()
-    crowded = with_stages(replace(given, chunks=()), trial, x, [more])
+    crowded = with_stages(given, trial, x, [more])
     assert [(t.processes, t.alone) for t in crowded.stage_times[::2]] == [
         (more, False),
         (more, True),
     ]
     found = with_stages(given, trial, x, [2])
     assert [(t.processes, t.pieces) for t in found.stage_times] == [(2, 1), (2, 2)] * 2
-    assert [t.alone for t in found.chunk_times] == [False, True]
-    times = (*found.stage_times, *found.chunk_times)
-    assert all(t.forward > 0 and t.backward > 0 for t in times) and found.operation > 0
+    assert all(t.forward > 0 and t.backward > 0 for t in found.stage_times) and found.operation > 0
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-
-
-class Stack(nn.Module):
-    """Two recurrent layers, then a linear one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack, self.head = nn.LSTM(6, 5, 2, batch_first=True), nn.Linear(5, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.stack(x)[0][:, -1])
-        return found
 
 
 def test_the_optimizer_has_the_threads_that_a_replica_has() -> None:
@@ -242,70 +215,6 @@ def test_rows_of_pipelines_add_their_gradients_up() -> None:
     assert (two.memory, two.bubble) == (one.memory, pytest.approx(one.bubble))
 
 
-def two_update(
-    cut: DividedLayers, machine: Hardware, cfg: Configuration, cal: Calibration
-) -> float:
-    """Seconds of the update of two processes, as the formulas have it."""
-    predicted = predict(model(divided=cut), machine, replace(cfg, per_host=2), cal)
-    return predicted.parts["optimizer"]
-
-
-def test_divided_layers_have_all_rows_and_a_part_of_the_work() -> None:
-    cut = DividedLayers(seconds=0.8, fixed=0.5, activations=0.25, crossing=MB, meetings=3)
-    machine, cal = Hardware(cores=8, local=1e9), replace(IDEAL, crossing=1e-3)
-    cfg = Configuration(TENSOR, per_host=4)
-    found = predict(model(divided=cut, optimizer=0.0), machine, cfg, cal)
-    assert found.parts["compute"] == pytest.approx(0.03 * 0.8)
-    assert found.parts["layers that all compute"] == pytest.approx(0.03 * 4 * 0.2)
-    assert found.parts["handing over"] == pytest.approx(4 * MB * 6 / 1e9 + 3e-3)
-    two = predict(model(divided=cut, optimizer=0.0), machine, replace(cfg, per_host=2), cal)
-    tried = replace(cut, played=1.25 * (two.step - cal.step))  # not added up, but measured
-    slower = predict(model(divided=tried, optimizer=0.0), machine, cfg, cal)
-    assert slower.step - cal.step == pytest.approx(1.25 * (found.step - cal.step))
-    usual, longer = (
-        predict(model(divided=each), machine, cfg, cal).parts["optimizer"]
-        for each in (cut, replace(cut, update=3 * two_update(cut, machine, cfg, cal)))
-    )
-    assert longer == pytest.approx(3 * usual)
-    slower = model(divided=replace(cut, growth=1.5), optimizer=0.0)  # by half for twice the rows
-    parts = predict(slower, machine, cfg, cal).parts
-    assert parts["layers that all compute"] == pytest.approx(0.03 * 1.5**2 * 0.2)
-    kept = 4 * 64 * MB * (0.25 / 4 + 0.75)
-    assert found.memory == pytest.approx(32 * MB * (0.5 / 4 + 0.5) + kept)
-    with pytest.raises(UsageError, match="was not measured"):
-        predict(model(), machine, cfg, cal)
-
-
-class Constant(nn.Module):
-    """Takes as long for many rows as for few, which is almost true of recurrent layers."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        end = time.thread_time() + 5e-3
-        while time.thread_time() < end:
-            torch.rand(1)
-        return x
-
-
-def test_what_twice_the_rows_cost_is_measured() -> None:
-    net, x = nn.Sequential(nn.Linear(8, 8), Constant(), nn.Linear(8, 8)), torch.randn(6, 8)
-    found = divided_layers(trace(net, x, OPENED), [x])
-    assert 1.0 <= found.growth < 1.4 and found.seconds < 0.5
-
-
-def test_chunks_of_time_go_through_stages_in_two_waves() -> None:
-    """Layers that are not recurrent run once, for the rows of all devices."""
-    recurrent = layers()[0].costs
-    both = (LayerTable(1, (*recurrent, LayerCost(6e-3, MB, MB))),)
-    chunked = {"chunks": layers(), "unchunked": both[0].costs[-1:], "layers": both}
-    cal = replace(IDEAL, microbatch=0.0)
-    found = predict(
-        model(optimizer=0.0, **chunked), Hardware(cores=8, local=1e15), pipeline(2, 2, COLUMNS), cal
-    )
-    assert found.parts["before and behind"] == pytest.approx(0.03 * 2 * 6 / 30)
-    waves = found.step - found.parts["before and behind"]
-    assert waves == pytest.approx(0.03 * 24 / 30 * 5 / 4) and found.bubble == pytest.approx(0.2)
-
-
 def test_a_model_that_does_not_fit_is_told_what_does() -> None:
     plan = choose(model(), Hardware(cores=2, per_host=2, memory=60e6), most=2)
     best = plan.recommendation
@@ -342,36 +251,30 @@ def test_replicas_of_a_machine_share_its_memory() -> None:
 
 @pytest.mark.parametrize("limit", [60e6, None])
 def test_the_code_of_every_row_is_python_that_the_strategy_takes(limit: float | None) -> None:
-    cut = DividedLayers(0.8, 0.5, 0.25, MB, 3)
-    every = model(divided=cut, chunks=layers(), unchunked=layers()[0].costs[:1])
-    plan = choose(every, Hardware(cores=4, per_host=4, memory=limit), most=4)
+    plan = choose(model(), Hardware(cores=4, per_host=4, memory=limit), most=4)
     ast.parse(advice.code(plan))
-    assert {TENSOR, MESH} < {each.configuration.strategy for each in plan.predictions}
+    assert {PIPELINE, SHARDED, MESH} < {each.configuration.strategy for each in plan.predictions}
     for each in plan.predictions:
         line = advice.constructor(each.configuration, "cpu", 4)
         name = ast.parse(line).body[0].value.func.attr  # type: ignore[attr-defined]
         assert name == each.configuration.strategy
-        if name in (PIPELINE, SHARDED, MESH, TENSOR):
+        if name in (PIPELINE, SHARDED, MESH):
             eval(line, {"sg": sg}).close()
 
 
 def test_every_schedule_is_validated() -> None:
-    every = model(divided=DividedLayers(1.0, 1.0, 0.5, MB, 3), chunks=layers())
-    plan = choose(every, Hardware(cores=2, per_host=2), most=2)
+    plan = choose(model(), Hardware(cores=2, per_host=2), most=2)
     found = {(cfg.strategy, cfg.schedule) for cfg in fitting(plan)}
-    assert {(PIPELINE, name) for name in (*SCHEDULES, COLUMNS)} <= found
-    assert {(SHARDED, ""), (TENSOR, "")} <= found
+    assert {(SHARDED, ""), *((PIPELINE, name) for name in SCHEDULES)} <= found
 
 
 def test_a_plan_is_read_back_with_its_layers() -> None:
-    cut = {"divided": DividedLayers(0.8, 0.5, 0.25, MB, 3), "chunks": layers()}
-    rest = layers()[0].costs[:1]
-    told = model(unsharded="not this one", undivided="nor this", unchunked=rest, **cut)
-    plan = choose(told, Hardware(per_host=2, memory=1e9), most=2)
+    plan = choose(model(unsharded="not this one"), Hardware(per_host=2, memory=1e9), most=2)
     measured, machine = report.from_json(report.dumps(plan))
     assert measured == plan.profile and machine == plan.hardware
     assert not any(cfg.strategy == SHARDED for cfg in plan.tried)
-    assert "not this one" in report.text(plan) and "nor this" in report.text(plan)
+    assert "not this one" in report.text(plan)
+    assert "(TensorParallelStrategy and columns= are not predicted)" in report.text(plan)
 
 
 def test_what_was_not_measured_is_not_guessed() -> None:
@@ -405,41 +308,8 @@ def test_layers_and_bytes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [table.pieces for table in tables] == [1, 2, 4] and not made.plan.profile.unpiped
     assert all(0 < c.forward < c.seconds for table in tables for c in table.costs)
     assert tables[0].costs[0].activation == 2 * tables[1].costs[0].activation
-    cut = made.plan.profile.divided
-    assert cut is not None and cut.seconds > 0.5 and cut.fixed == 1.0
-    # columns, rows, columns: of inputs and outputs of the first two, then the loss sees all
-    assert (cut.crossing, cut.meetings) == (4 * 8 * (8 + 16 + 16 + 2), 4)
-    assert {PIPELINE, SHARDED, TENSOR} <= {
-        cfg.strategy for cfg in choose(made.plan.profile, Hardware(per_host=2)).tried
-    }
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 4)
-        self.stack = nn.LSTM(4, 8, num_layers=3, batch_first=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.stack(self.words(x))[0][:, -1])
-        return found
-
-
-@pytest.mark.timeout(60)
-def test_recurrent_layers_are_measured_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stratagem.plan.measure._SECONDS", 0.05)
-    monkeypatch.setattr("stratagem.plan.measure.counts", lambda wanted: [])
-    model = sg.Model(Recurrent())
-    model.compile("adam", "cross_entropy")
-    given = (torch.randint(0, 9, (4, 16)), torch.randint(0, 2, (4,)))
-    found = sg.plan(model, given, hosts=1).plan.profile
-    assert [(table.pieces, len(table.costs)) for table in found.chunks] == [(1, 3), (2, 3), (4, 3)]
-    assert [table.costs[0].crossing for table in found.chunks] == [
-        4 * 4 * n * 8 for n in (16, 8, 4)
-    ]
-    assert len(found.unchunked) == 2  # words and head
-    assert any(cfg.schedule == COLUMNS for cfg in choose(found, Hardware(per_host=2)).tried)
+    tried = choose(made.plan.profile, Hardware(per_host=2)).tried
+    assert {PIPELINE, SHARDED} <= {cfg.strategy for cfg in tried}
 
 
 @pytest.mark.timeout(60)

@@ -71,7 +71,6 @@ def _hand_over(model: Any, strategy: Strategy, data: Any) -> NoReturn:
             layers=_layers,
             unpiped=dry_run.refusal(partial(check_stages, model, Pipeline(), 2)),
             unsharded=dry_run.refusal(partial(check_shards, model, shared=device.type == "cpu")),
-            undivided="TensorParallelStrategy divides layers of torch, and these are Keras'.",
             sharded_here=True,
         )
     )

@@ -14,9 +14,9 @@ from math import inf, isfinite
 import numpy as np
 
 from stratagem.errors import UsageError
-from stratagem.plan.configuration import PARTS, PLANNED
+from stratagem.plan.configuration import PARTS
 from stratagem.plan.simulation.spread import Seconds, Spread
-from stratagem.rules.schedules import Op, bubble
+from stratagem.rules.schedules import SCHEDULES, Op, bubble
 from stratagem.rules.timeline import HandOver, Timeline, timeline
 from stratagem.wire.simulated import Topology
 
@@ -25,8 +25,7 @@ from stratagem.wire.simulated import Topology
 class StageScenario:
     """A training of `steps` batches through stages that are equal except for `slow`.
 
-    compute    seconds of a batch on one device, divided evenly over stages and microbatches, or
-               with the schedule "columns" over stages and chunks of time
+    compute    seconds of a batch on one device, divided evenly over stages and microbatches
     crossing   bytes of a batch at each cut, as many backward as forward
     forward    the part of the computation that is forward
     links      bytes a second of the link behind a stage, if it is not the topology's
@@ -50,9 +49,9 @@ class StageScenario:
         for name in ("stages", "microbatches", "steps"):
             if not isinstance(value := getattr(self, name), int) or value < 1:
                 raise UsageError(f"{name} of a pipeline is {value!r}; it is 1 or more.")
-        if self.schedule not in PLANNED:
+        if self.schedule not in SCHEDULES:
             raise UsageError(
-                f"schedule {self.schedule!r} is not known; choose one of {', '.join(PLANNED)}."
+                f"schedule {self.schedule!r} is not known; choose one of {', '.join(SCHEDULES)}."
             )
         if not all(0 <= i < self.stages - 1 and rate > 0 for i, rate in self.links.items()):
             raise UsageError(
@@ -144,7 +143,7 @@ def _line(scenario: StageScenario, drawn: Seconds) -> Timeline:
         to = op.part + (1 if op.kind == "F" else -1)
         return way(scenario, op.part % stages, to % stages)
 
-    return timeline(PLANNED[scenario.schedule], stages, many, parts, seconds, hand_over)
+    return timeline(SCHEDULES[scenario.schedule], stages, many, parts, seconds, hand_over)
 
 
 def way(scenario: StageScenario, source: int, to: int) -> HandOver:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from stratagem.errors import UsageError
 from stratagem.launch.cli import main
-from stratagem.plan.configuration import PLANNED
 from stratagem.plan.simulation.spread import Constant, Lognormal
 from stratagem.plan.simulation.stages import StageScenario, simulate_stages
+from stratagem.rules.schedules import SCHEDULES
 from stratagem.wire.simulated import Topology
 from tests.rules.schedule_rows import run
 
-PARTS = {"gpipe": 1, "1f1b": 1, "eager": 1, "interleaved": 2, "columns": 1}
+PARTS = {"gpipe": 1, "1f1b": 1, "eager": 1, "interleaved": 2}
 
 
 def scenario(**changes: Any) -> StageScenario:
@@ -34,12 +34,12 @@ def scenario(**changes: Any) -> StageScenario:
     return StageScenario(**{**given, **changes})
 
 
-@given(st.sampled_from(sorted(PLANNED)), st.integers(1, 4), st.integers(1, 3))
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 4), st.integers(1, 3))
 def test_equal_stages_wait_as_the_schedule_has_it(name: str, stages: int, each: int) -> None:
     """With forward as long as backward, a batch takes as many operations as `run` counts."""
     many = stages * each
     found = simulate_stages(scenario(stages=stages, microbatches=many, schedule=name, forward=0.5))
-    slots = len(run(PLANNED[name], stages, many, PARTS[name])[0])
+    slots = len(run(SCHEDULES[name], stages, many, PARTS[name])[0])
     assert found.step == pytest.approx(slots * 0.5 / (stages * PARTS[name] * many))
     assert found.bubble == pytest.approx(found.least_bubble)
     assert found.seconds == pytest.approx(2 * found.step)
@@ -77,7 +77,7 @@ def test_a_slow_stage_and_chance_make_the_others_wait() -> None:
     ("changes", "words"),
     [
         ({"stages": 0}, "1 or more"),
-        ({"schedule": "zb"}, "gpipe, 1f1b, eager, interleaved"),
+        ({"schedule": "columns"}, "gpipe, 1f1b, eager, interleaved."),
         ({"links": {3: 1e6}}, "behind stage 0 to 2"),
         ({"slow": {4: 2.0}}, "stages 0 to 3"),
         ({"crossing": -1.0}, "0 bytes or more"),
