@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
-from stratagem.errors import NotDistributable
+from stratagem.errors import StratagemError
 from tests.served_support import apart, close_all, strategy
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,7 +93,7 @@ def test_with_spares_a_loop_is_told_and_gradients_of_several_batches_are_refused
     where.run(averaged, where)
     assert "not all of" not in caplog.text
     assert "a worker has parts of some batches only, so what the loop reads" in caplog.text
-    with pytest.raises(NotDistributable, match="added up over batches, and with spares"):
+    with pytest.raises(StratagemError, match="added up over batches, and with spares"):
         where.run(accumulated, where)
 
 

@@ -27,7 +27,12 @@ from stratagem.frontends.keras.callback_needs import from_chief
 from stratagem.frontends.keras.denominators import BatchPart, SharedPart
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.step_logs import flat, restorer
-from stratagem.frontends.keras.worker_session import Dismissed, KerasSession, overlay
+from stratagem.frontends.keras.worker_session import (
+    Dismissed,
+    KerasSession,
+    overlay,
+    slots_on_servers,
+)
 from stratagem.servers.client import Assignment, Client, EpochOver, FitOver
 from stratagem.servers.push_committer import GroupedCommitter, PushCommitter
 from stratagem.servers.session import Late
@@ -131,7 +136,8 @@ class TicketStep:
 
     def _play(self, data: Any) -> None:
         self._weights.mark()
-        self.adapter.play("train_step", data)
+        with slots_on_servers(self.model.optimizer, self.custom):
+            self.adapter.play("train_step", data)
         self._check_weights()
         if not self._committed:
             raise NotDistributable(
@@ -190,9 +196,8 @@ class TicketStep:
                 "servers each batch makes one gradient, of a batch that this worker was dealt."
             )
         self._committed = True
-        variables = trainable_variables
-        if variables is None:
-            variables = self.model.optimizer._trainable_variables
+        known = self.model.optimizer._trainable_variables
+        variables = known if trainable_variables is None else trainable_variables
         given = {id(v.value): g for v, g in zip(variables, grads, strict=True)}
         if self.session is not None:
             for i, param in enumerate(self.session.params):

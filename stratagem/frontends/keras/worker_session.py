@@ -6,7 +6,8 @@ finishes into the outbox. `TicketStep` (worker.py) commits them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,6 +138,35 @@ def overlay(adapter: KerasAdapter, apply: Callable[..., Any] | None) -> None:
 
 def _refuse_apply(*args: Any, **kwargs: Any) -> None:
     raise NotDistributable(SEVERAL)
+
+
+_SLOTS = (
+    "train_step reads momenta or the like of its optimizer, which are on the servers; "
+    "optimizer.iterations and learning_rate can be read there, all else with a MirroredStrategy."
+)
+
+
+@contextmanager
+def slots_on_servers(optimizer: Any, custom: bool) -> Iterator[None]:
+    """Within a `custom` step: refuse that the optimizer's slots are read."""
+    settings = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    slots = [(v, type(v)) for v in optimizer.variables if custom and id(v) not in settings]
+    kinds = {kind: type(kind.__name__, (kind,), {"value": property(_refuse)}) for _, kind in slots}
+    for variable, kind in slots:
+        variable.__class__ = kinds[kind]
+    try:
+        yield
+    except (AttributeError, IndexError) as error:
+        if custom and not optimizer.built:  # this worker never makes the slots
+            error.add_note(f"If it is this: {_SLOTS}")
+        raise
+    finally:
+        for variable, kind in slots:
+            variable.__class__ = kind
+
+
+def _refuse(_: Any) -> Any:
+    raise NotDistributable(_SLOTS)
 
 
 def refuse(model: Any) -> None:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from keras import layers
+from keras import layers, ops
 
 import stratagem as sg
 from stratagem.state import keras_recipe
@@ -398,6 +398,21 @@ def test_a_training_step_reads_what_apply_made(updates: Any, workers: int) -> No
         return {**momentum(), "optimizer": keras.optimizers.SGD(rate, momentum=0.5)}
 
     both(falling, lambda: {"x": x, "y": y}, served(updates, workers, 1), Averaging)
+
+
+class Peeking(Own):
+    """A custom step that reads a momentum."""
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        return {**logs, "momentum": float(ops.sum(self.optimizer.variables[2]))}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_momenta_are_not_read_in_a_step(workers: int) -> None:
+    x, y = digits(16)
+    with pytest.raises(sg.errors.StratagemError, match=r"momenta or the like .* on the servers"):
+        train(Peeking, momentum, {"x": x, "y": y}, served(SYNC, workers, 1))
 
 
 def test_asynchronous_servers_say_what_apply_leaves_old(caplog: Any) -> None:
