@@ -87,14 +87,10 @@ class LossReader:
         self._exchanges: list[weakref.ref[Accumulates]] = []
         #: the prepared models, until a warning of hooks on their parameters
         self._unhooked: list[weakref.ref[nn.Module]] = []
-        self._warned, self._forms = False, LossForms()
-        self.agree_anew()
+        self._warned = self._agreed = False
+        self._usual, self._forms = UsualLoss(), LossForms()
         #: of the latest pass: what replicas compare of its form
         self._mark = 0.0
-
-    def agree_anew(self) -> None:
-        """Have replicas agree at the next pass: another model may have another kind of loss."""
-        self._agreed, self._usual = False, UsualLoss()
 
     @property
     def _weighs_at_servers(self) -> bool:
@@ -388,7 +384,8 @@ def read_losses(replica: Replica, reduction: str | None) -> LossReader:
             "this loop; leave it out, or give both the same."
         )
     reader.reduction = reduction or reader.reduction
-    reader.agree_anew()
+    # another model may have another kind of loss: replicas agree anew at the next pass
+    reader._agreed, reader._usual = False, UsualLoss()
     return reader
 
 
