@@ -8,7 +8,7 @@ JOBS ?= 2
 # Tests start hundreds of interpreters: what one has compiled is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-large test test-slow test-exhaustive test-late test-versions style lint bench reliability studies docs release clean
+.PHONY: help demo demo-large test test-slow test-exhaustive test-late test-versions style lint bench same-answer reliability studies docs release clean
 
 help:
 	@echo "make demo    train on one device and on a local cluster, and compare"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-exhaustive  variants of both that CI leaves out, and a minute of chaos"
 	@echo "make lint    style and types only"
 	@echo "make bench   the benchmarks that fit this machine"
+	@echo "make same-answer  a dozen cases through DDP, Accelerate, Lightning, Trainer, Keras and this package"
 	@echo "make reliability  replicas killed at random moments: the table of docs/reliability.md"
 	@echo "make docs    the pages as a site, in build/site; a dead link fails"
 	@echo "make release wheel and source archive in dist/, checked in an empty environment"
@@ -73,6 +74,18 @@ bench: $(READY)
 	$(BIN)/python benchmarks/one_replica/bench.py
 	$(BIN)/python benchmarks/cpu_replicas/bench.py
 
+# The peers have an environment of their own. KERAS_WHEEL=<file>: Keras 3.16, whose DataParallel is one.
+PEERS := .venv-peers
+$(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/same_answer/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-r benchmarks/same_answer/requirements.txt -e ".[keras]"
+	$(if $(KERAS_WHEEL),$(PEERS)/bin/python -m pip install --quiet --no-deps $(KERAS_WHEEL))
+	@touch $@
+
+same-answer: $(PEERS)/.ready
+	$(PEERS)/bin/python benchmarks/same_answer/same_answer.py --write
+
 STUDIES := rules staleness headlines sparse exercise split bytes ensemble
 studies: $(READY)
 	@for study in $(STUDIES); do \
@@ -96,4 +109,4 @@ release: $(READY)
 	$(BIN)/python tests/release_check.py dist
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

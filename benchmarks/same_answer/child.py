@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -32,6 +33,13 @@ def leave(path: Path, content: dict) -> None:
     half = path.with_name(path.name + ".half")
     half.write_text(json.dumps(content))
     half.rename(path)
+
+
+def first_line(problem: BaseException) -> str:
+    """Its first sentence, without the places and ports that differ from run to run."""
+    line = (str(problem).strip().splitlines() or [""])[0]
+    words = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).partition(". ")[0].strip()
+    return f"{type(problem).__name__}: {words}"
 
 
 def together(folder: Path, case: str, replicas: int) -> bool:
@@ -59,8 +67,7 @@ def main(peer: str, replicas: str, where: str, *asked: str) -> None:
             content = {"result": module.run(job), "seen": job.data.seen}
         except BaseException as problem:
             traceback.print_exc()
-            line = (str(problem).strip().splitlines() or [""])[0]
-            error = {"words": f"{type(problem).__name__}: {line}", "time": time.time()}
+            error = {"words": first_line(problem), "time": time.time()}
             leave(folder / f"{each}.{mine}.error", error)
             os._exit(1)
         leave(folder / f"{each}.{mine}.json", content)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 def run(job: Job) -> Result:
@@ -70,7 +69,9 @@ def batches(job: Job, model: DistributedDataParallel) -> tuple[DataLoader, Any]:
         rows = Subset(data, range(dist.get_rank(), len(data), job.replicas))
         return DataLoader(rows, job.share), Join([model], divide_by_initial_world_size=False)
     sampler = DistributedSampler(data, shuffle=case.shuffle, drop_last=case.drop_last)
-    kind = StatefulDataLoader if case.task == "resume" else DataLoader
+    kind = DataLoader
+    if case.task == "resume":
+        from torchdata.stateful_dataloader import StatefulDataLoader as kind
     return kind(data, job.share, sampler=sampler, drop_last=case.drop_last), nullcontext()
 
 

@@ -13,19 +13,21 @@ from peers.keras_script import Batches, evaluate, train
 
 
 def run(job: Job) -> Result:
-    case, dealt = job.case, job.way == "DataLoader"
+    if job.replicas == 1:
+        return script(job)
+    keras.distribution.initialize()
+    with keras.distribution.DataParallel(auto_shard_dataset=job.way != "DataLoader").scope():
+        return script(job)
 
+
+def script(job: Job) -> Result:
     def data() -> DataLoader | Batches:
-        if not dealt:
-            return Batches(job.data, job.share, case.drop_last)
-        sampler = DistributedSampler(
-            job.data, job.replicas, int(os.environ.get("RANK", "0")), shuffle=case.shuffle
-        )
+        if job.way != "DataLoader":
+            return Batches(job, job.share)
+        rank, shuffle = int(os.environ.get("RANK", "0")), job.case.shuffle
+        sampler = DistributedSampler(job.data, job.replicas, rank, shuffle=shuffle)
         return DataLoader(job.data, job.share, sampler=sampler)
 
-    script = evaluate if case.task == "evaluate" else train
-    if job.replicas == 1:
-        return script(job, data)
-    keras.distribution.initialize()
-    with keras.distribution.DataParallel(auto_shard_dataset=not dealt).scope():
-        return script(job, data)
+    if job.case.task == "evaluate":
+        return evaluate(job, data)
+    return train(job, data, job.synchronised)

@@ -19,17 +19,18 @@ from cases import (
     Case,
     Job,
     Result,
-    Rows,
 )
 
 
 class Batches(keras.utils.PyDataset):
     """Batches of so many rows, in order; `fit` shuffles batches if it is asked to."""
 
-    def __init__(self, data: Rows, batch: int, drop_last: bool) -> None:
+    def __init__(self, job: Job, batch: int) -> None:
         super().__init__()
-        self.data, self.batch = data, batch
-        self.count = len(data) // batch if drop_last else -(-len(data) // batch)
+        self.data, self.batch = job.data, batch
+        # whole global batches only, where the last one is dropped
+        rows = job.case.steps * job.case.batch if job.case.drop_last else job.case.rows
+        self.count = -(-rows // batch)
 
     def __len__(self) -> int:
         return self.count
@@ -40,7 +41,7 @@ class Batches(keras.utils.PyDataset):
         return tuple(np.stack([row[i].numpy() for row in rows]) for i in range(2))
 
 
-def compiled(case: Case) -> keras.Model:
+def compiled(case: Case, synchronised: bool = False) -> keras.Model:
     """One device's model, with the weights that all peers begin with."""
     layers = keras.layers
     if case.tokens:
@@ -48,7 +49,8 @@ def compiled(case: Case) -> keras.Model:
         parts += [layers.Dense(WORDS)]
     else:
         parts = [keras.Input((FEATURES,)), layers.Dense(8)]
-        parts += [layers.BatchNormalization(momentum=0.9)] if case.norm else []
+        norm = layers.BatchNormalization(momentum=0.9, synchronized=synchronised)
+        parts += [norm] if case.norm else []
         outputs = 1 if case.task == "evaluate" else CLASSES
         parts += [layers.Activation("tanh"), layers.Dense(outputs)]
     model = keras.Sequential(parts)
@@ -78,7 +80,7 @@ def turned(case: Case, arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [each.T if each.ndim == 2 and i != table else each for i, each in enumerate(kept)]
 
 
-def train(job: Job, data: Callable[[], Any]) -> Result:
+def train(job: Job, data: Callable[[], Any], synchronised: bool = False) -> Result:
     """One device's script; `data` makes what `fit` is given."""
     case = job.case
     rest: dict[str, Any] = {"epochs": case.epochs, "verbose": 0, "shuffle": case.shuffle}
@@ -87,7 +89,7 @@ def train(job: Job, data: Callable[[], Any]) -> Result:
     backup = str(job.folder / os.environ.get("RANK", "0"))
     for _ in range(2 if job.stop else 1):  # the second begins where the first was `stop` batches on
         keras.utils.set_random_seed(0)
-        model = compiled(case)
+        model = compiled(case, synchronised)
         if job.stop:
             rest["callbacks"] = [
                 keras.callbacks.BackupAndRestore(

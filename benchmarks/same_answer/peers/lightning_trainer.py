@@ -45,7 +45,7 @@ class Module(lightning.LightningModule):
 def run(job: Job) -> Result:
     lightning.seed_everything(0, verbose=False)
     case = job.case
-    loader = made(job)
+    loader = batches(job)
     if case.task == "evaluate":
         found = trainer(job).test(Module(job), loader, verbose=False)[0]
         return {name: [float(found[name])] for name in ("accuracy", "auc")}
@@ -55,7 +55,7 @@ def run(job: Job) -> Result:
         first = trainer(job, max_steps=job.stop, callbacks=[keep], enable_checkpointing=True)
         first.fit(Module(job), loader)
         lightning.seed_everything(0, verbose=False)
-        loader = made(job)
+        loader = batches(job)
         saved = str(job.folder / "last.ckpt")
     module = Module(job)
     trainer(job).fit(module, loader, ckpt_path=saved)
@@ -63,11 +63,11 @@ def run(job: Job) -> Result:
 
 
 def its_sampler(job: Job) -> bool:
+    """Whether Lightning puts its own sampler in place, which always shuffles in training."""
     return job.way == "use_distributed_sampler" or job.case.task == "evaluate"
 
 
-def made(job: Job) -> DataLoader:
-    """With a sampler of ours: Lightning's own shuffles in training, whatever the loader does."""
+def batches(job: Job) -> DataLoader:
     case, batch = job.case, job.share
     if its_sampler(job):
         return DataLoader(job.data, batch, shuffle=case.shuffle, drop_last=case.drop_last)
@@ -88,8 +88,7 @@ def trainer(job: Job, **extra) -> lightning.Trainer:
         "max_epochs": job.case.epochs,
         "accumulate_grad_batches": job.case.accumulate,
         "gradient_clip_val": job.case.clip,
-        "use_distributed_sampler": job.case.task == "evaluate"
-        or job.way == "use_distributed_sampler",
+        "use_distributed_sampler": its_sampler(job),
         "sync_batchnorm": job.synchronised,
     }
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -13,6 +13,6 @@ def run(job: Job) -> Result:
     strategy = sg.MirroredStrategy(sync_batchnorm=job.synchronised)
     try:
         with strategy.scope():
-            return script(job, lambda: Batches(job.data, job.case.batch, job.case.drop_last))
+            return script(job, lambda: Batches(job, job.case.batch))
     finally:
         strategy.close()
