@@ -25,7 +25,7 @@ from stratagem.wire.shared_memory import SharedMemoryCollective
 from stratagem.wire.tree import gather_tree
 
 _LARGE = 1 << 20  # bytes of a tensor, from which its memory is given back at once
-_FEW = 8  # elements of each tensor that tell whether it was written to
+_FEW = 256  # elements of each tensor, at most, that tell whether it was written to
 
 
 def _freed(moved: Tensor) -> None:
@@ -137,18 +137,19 @@ class SharedTensors:
 class WriteWatch:
     """Tells whether this process' code has written to shared tensors since the mark.
 
-    By version and memory, and by a few elements of each: `p.data` has no version.
+    By version and memory, and by some elements of those that are `owned` here: `p.data` has no
+    version, but all processes see what one of them has written.
     """
 
-    def __init__(self, shared: SharedTensors) -> None:
+    def __init__(self, shared: SharedTensors, owned: set[Tensor]) -> None:
         self._tensors = [tensor for tensor, _, _ in shared.views]
         flats: dict[torch.dtype, Tensor] = {}
         places: dict[torch.dtype, list[Tensor]] = {}
-        for _, view, _ in shared.views:
-            if count := view.numel():
+        for tensor, view, _ in shared.views:
+            if (count := view.numel()) and tensor in owned:
                 size = view.untyped_storage().nbytes() // view.element_size()
                 flats[view.dtype] = view.as_strided((size,), (1,), 0)
-                few = torch.arange(_FEW) * (count - 1) // (_FEW - 1)
+                few = _of_each(len(view) if view.dim() else 1, count)
                 places.setdefault(view.dtype, []).append(few + int(view.storage_offset()))
         self._samples = [(flats[dtype], torch.cat(at)) for dtype, at in places.items()]
         self.mark()
@@ -165,6 +166,14 @@ class WriteWatch:
     def _look(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
         few = [flat.take(at).view(torch.uint8) for flat, at in self._samples]  # NaN is itself
         return [(t._version, t.data_ptr()) for t in self._tensors], few
+
+
+def _of_each(rows: int, count: int) -> Tensor:
+    """Return the places of some elements: one of each row and each column, if these are few."""
+    columns = count // rows
+    longer = max(rows, columns)
+    diagonal = torch.arange(0, longer, -(-longer // _FEW))
+    return diagonal % rows * columns + diagonal % columns
 
 
 class OwnedState:

@@ -25,6 +25,7 @@ from stratagem.servers.server import Server
 from stratagem.servers.task_main import serve_to_the_end
 from stratagem.servers.worker_group import WorkerGroup
 from stratagem.state.partition import Partitioner
+from stratagem.strategies.pipeline import refuse_cluster
 from stratagem.strategies.server_strategy import ServerStrategy, check_backups, check_spares
 from stratagem.training import devices
 from stratagem.training.agreement import Patience
@@ -81,6 +82,8 @@ class ParameterServerStrategy(ServerStrategy):
         if cluster is None:
             place = detect(os.environ)
         local = cluster if isinstance(cluster, LocalCluster) else None
+        if local is not None:
+            refuse_cluster("each task would start servers of its own", "leave LocalCluster out")
         if place is None and local is None:
             local = LocalCluster()
         if place is not None:

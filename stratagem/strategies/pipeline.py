@@ -157,13 +157,13 @@ def refuse_elsewhere(found: Sequence[str], what: str) -> None:
     refuse_cluster(f"{what} CPUs of one machine so far")
 
 
-def refuse_cluster(what: str) -> None:
+def refuse_cluster(what: str, instead: str = "use a MultiWorkerMirroredStrategy") -> None:
     """Refuse an environment in which every task would train a model of its own."""
     place = detect(os.environ)
     if place is not None and len(place.spec.training_tasks()) > 1:
         raise NotDistributable(
             f"{what}, and the environment describes a cluster; start the script without it "
-            "(`python train.py`), or use a MultiWorkerMirroredStrategy."
+            f"(`python train.py`), or {instead}."
         )
 
 

@@ -153,7 +153,7 @@ class SharedUpdate:
         self._others = [p for p in params if p not in self._owned]
         self._shared = SharedTensors(params, collective)
         self._state = OwnedState(optimizer, self._owned, leads=replica.leads)
-        self._optimizer, self._watch = optimizer, WriteWatch(self._shared)
+        self._optimizer, self._watch = optimizer, WriteWatch(self._shared, self._owned)
         self._mark_state()
         self._gradients: list[Tensor | None] = []
         self._handles: list[Any] = [
@@ -197,14 +197,22 @@ class SharedUpdate:
         state = self._optimizer.state
         return [value for p in self._params for value in state.get(p, {}).values()]
 
+    def _written(self) -> tuple[int, list[float]]:
+        """Return how often the state was written to, and an element of each tensor that is updated
+        here: `.data` has no version."""
+        some = [float(value.detach().flatten()[value.numel() // 2]) for value in self._mine]
+        return sum(each._version for each in self._known if isinstance(each, Tensor)), some
+
     def _mark_state(self) -> None:
         self._all_state, self._known = self._optimizer.state, self._values()
-        self._writes = _writes(self._known)
+        mine = (v for p in self._owned for v in self._optimizer.state.get(p, {}).values())
+        self._mine = [v for v in mine if isinstance(v, Tensor) and v.numel()]
+        self._writes = self._written()
 
     def _check_state(self) -> None:
         """Take over state that was loaded or cleared; refuse other writes to it."""
         state = self._optimizer.state
-        written = _writes(self._known) != self._writes
+        written = self._written() != self._writes
         if written or list(map(id, self._values())) != list(map(id, self._known)):
             if written or (state and state is self._all_state):
                 raise NotDistributable(
@@ -219,8 +227,3 @@ class SharedUpdate:
         for handle in self._handles:
             handle.remove()
         self._shared.close()
-
-
-def _writes(values: Sequence[Any]) -> int:
-    """Return how often tensors among them were written to."""
-    return sum(value._version for value in values if isinstance(value, Tensor))

@@ -155,6 +155,8 @@ def test_a_cluster_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", tasks)
     with pytest.raises(sg.NotDistributable, match="the environment describes a cluster"):
         sg.TensorParallelStrategy(cpus(2))
+    with pytest.raises(sg.NotDistributable, match=r"servers of its own.*leave LocalCluster out"):
+        sg.ParameterServerStrategy(sg.LocalCluster(workers=1, ps=1))
     with pytest.raises(sg.UsageError, match="needs 6 devices, and there are 2 tasks with 2 each"):
         sg.Mesh(data=3, stage=2, devices=cpus(2))
     with pytest.raises(sg.UsageError, match="no cross_device_ops='hierarchical'"):

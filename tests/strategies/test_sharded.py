@@ -346,6 +346,11 @@ _WRITES: dict[str, dict[str, Callable[[Any, Any], object]]] = {
     "before the step": {"backward": lambda m, o: [p.data.mul_(0.9) for p in m.parameters()]},
     "other memory": {"epoch": lambda m, o: _new_memory(m)},
     "other optimizer": {"step": lambda m, o: torch.optim.SGD(m.parameters(), lr=0.1).step()},
+    "a row": {"epoch": lambda m, o: m[0].weight.data[1].mul_(0.5)},
+    "a column": {"epoch": lambda m, o: m[0].weight.data[:, 1].mul_(0.5)},
+    "state, unseen": {
+        "epoch": lambda m, o: [s["momentum_buffer"].data.mul_(0.5) for s in o.state.values()]
+    },
     "one layer, late": {"last": lambda m, o: m[2].weight.data.mul_(0.5)},
     "state": {"epoch": lambda m, o: [s["momentum_buffer"].mul_(0.5) for s in o.state.values()]},
     "own state_dict": {

@@ -215,13 +215,13 @@ class ServerTraining:
             self.announce("weights", changes)
 
     def _refuse_apart(self, tensor: Tensor) -> None:
-        """In step: raise if this is what the user's step sets from rows, not a batch norm's."""
+        """In step: raise if this is what the user's step sets, not a batch norm's."""
         states = assignable(self._adapter.model) if self.session.plan.in_step else []
         for path in (v.path for v in states if v.value is tensor):
             raise NotDistributable(
-                f"train_step set {path!r} from the rows of the batch, of which each worker has "
-                "others; use a MirroredStrategy, which takes the mean over rows after each step, "
-                "keep such numbers in a metric (keras.metrics), or use one worker."
+                f"use a MirroredStrategy, one worker, or a metric (keras.metrics) for {path!r}: "
+                "it has come out differently on the workers. A step sets it from their rows or "
+                "gradients, or counts, and a worker without a row of a batch makes no step."
             )
 
     def announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:

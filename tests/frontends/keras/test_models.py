@@ -1103,8 +1103,15 @@ def test_a_whole_number_set_from_rows_is_refused() -> None:
 
 def test_a_mean_over_rows_is_refused_on_servers() -> None:
     model = compiled(served(sg.Synchronous(), 2, 1).scope, Watching)
-    with pytest.raises(NotDistributable, match="from the rows of the batch, of which each worker"):
+    with pytest.raises(NotDistributable, match="from their rows or gradients, or counts"):
         model.fit(**FIT)
+
+
+def test_steps_that_a_worker_without_rows_does_not_count_are_told() -> None:
+    build = lambda: keras.Sequential([keras.Input((8,)), Counting(), layers.Dense(3)])  # noqa: E731
+    model = compiled(served(sg.Synchronous(), 2, 1).scope, build)
+    with pytest.raises(NotDistributable, match="a worker without a row of a batch makes no step"):
+        model.fit(**FIT | {"x": X[:17], "y": Y[:17]})
 
 
 def test_normalization_and_rescaling() -> None:
