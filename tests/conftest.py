@@ -184,7 +184,7 @@ _SLOW = re.compile(
             r"test_sweep.py::test_one_slot_and_three_give_the_same",
             r"test_lateness.py::test_another_number_of_backward_passes",
             r"test_notebook.py::test_it_can_be_called_whichever_way_it_was_found",
-            r"test_figures.py::test_the_table_in_a_terminal_and_tensorboard",
+            r"test_figures.py::test_the_table_in_a_terminal",
             r"servers/test_faults.py::test_workers_are_killed_at_any_moment\[free",
             r"servers/test_recovery.py::test_one_server_and_then_the_first_are_started_again",
             r"servers/test_backups.py::test_servers_are_killed_at_any_moment",

@@ -58,7 +58,7 @@ class RunTask:
 
 
 class RunFolder:
-    """Follows the files of a run; `read` returns the lines that were appended."""
+    """Follows the files of a run; `read` takes the lines that were appended."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_dir():
@@ -73,9 +73,8 @@ class RunFolder:
         self._places: dict[Path, int] = {}
         self._here = socket.gethostname()
 
-    def read(self) -> list[tuple[str, Line]]:
-        """Return the new lines of figures with their tasks, and add new events to `events`."""
-        found: list[tuple[str, Line]] = []
+    def read(self) -> None:
+        """Add the new lines of figures to their tasks, and new events to `events`."""
         paths = sorted(self.path.glob(f"*{ENDING}"))
         new = [(path, line) for path in paths for line in self._appended(path)]
         for path, line in sorted(new, key=lambda each: float(each[1]["time"])):
@@ -85,9 +84,7 @@ class RunFolder:
             task = self._of_file(path)
             task.lines.append(line)
             task.heard = line["time"]
-            found.append((task.name, line))
         self.events.sort(key=lambda line: line["time"])
-        return found
 
     def _appended(self, path: Path) -> Iterable[Line]:
         at = self._places.get(path, 0)

@@ -9,7 +9,7 @@ examples:
   stratagem plan --link 1Gbit --hosts 8 train.py --lr 0.1
   stratagem plan --network check.json --hosts 8 train.py   what stratagem check --json saw
   stratagem plan --link 100Gbit --latency 5us --hosts 4 --gpus-per-host 8 train.py
-  stratagem plan --html plan.html --png plan.png --json plan.json train.py
+  stratagem plan --html plan.html --json plan.json train.py
   stratagem plan --lossy --link 1Gbit train.py             does sending less pay?
   stratagem plan --validate train.py                       also runs what fits on this machine
   stratagem plan --from plan.json --link 25Gbit            measured before, on other links
@@ -21,7 +21,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,7 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("--json FILE", "everything, for programs"),
         ("--html FILE", "a page with the figures under the pointer"),
-        ("--png FILE", "a picture (needs the extra plots)"),
         ("--lossy", "also compressions: what they gain, or that none pays"),
         ("--validate", "run what fits on this machine, and compare"),
         ("--rounds N", "of --validate, in turns; the median counts (3)", whole(1)),
@@ -94,12 +93,8 @@ def main(args: argparse.Namespace) -> int:
     if words and not Path(words[0]).is_file():
         raise UsageError(f"there is no script {words[0]!r} in {os.getcwd()}")
     _check_network(args)
-    outputs = {"json": args.json, "html": args.html, "png": args.png}
+    outputs = {"json": args.json, "html": args.html}
     check_outputs(outputs)
-    if args.png is not None:
-        from stratagem.plan.page import library
-
-        library()
     if args.earlier:
         return _plan(args, outputs, None)
     from stratagem.launch.script import beside
@@ -246,10 +241,10 @@ def _print(plan: Plan, args: argparse.Namespace) -> None:
 
 def _write(plan: Plan, outputs: Mapping[str, str | None]) -> None:
     """Write the files that were asked for, after all of them were made."""
-    from stratagem.plan.page import page, png
+    from stratagem.plan.page import page
     from stratagem.plan.report import dumps, write
 
-    make: dict[str, Callable[[Plan], str | bytes]] = {"json": dumps, "html": page, "png": png}
+    make = {"json": dumps, "html": page}
     made = {file: make[option](plan) for option, file in outputs.items() if file is not None}
     for file, data in made.items():
         try:

@@ -14,7 +14,7 @@
     lossy             also predict gradient compression, and say whether it pays
 
 The result displays itself in a notebook; it has a `sentence`, `code` to paste, the `recommendation`
-with its predicted numbers, and `save("plan.html")`, .png or .json.
+with its predicted numbers, and `save("plan.html")` or .json.
 
 The package has the name of its main function, so the package is callable: `sg.plan(...)` works
 whether `sg.plan` is the package or the function.

@@ -22,7 +22,7 @@ from stratagem.plan.front_ends import open_front_ends
 from stratagem.plan.hardware import Hardware, size
 from stratagem.plan.machine import measure_hardware
 from stratagem.plan.measure import rehearse
-from stratagem.plan.page import fragment, page, png
+from stratagem.plan.page import fragment, page
 from stratagem.plan.profile import Profile
 from stratagem.plan.report import dumps, text, to_json, write
 from stratagem.state.sliced import can_slice
@@ -51,15 +51,11 @@ class NotebookPlan:
         return to_json(self.plan)
 
     def save(self, path: str) -> None:
-        """Save the plan as .json, .html or .png."""
-        make: dict[str, Callable[[Plan], str | bytes]] = {
-            ".json": dumps,
-            ".html": page,
-            ".png": png,
-        }
+        """Save the plan as .json or .html."""
+        make = {".json": dumps, ".html": page}
         kind = Path(path).suffix
         if kind not in make:
-            raise UsageError(f"{path!r}: a plan is saved as .json, .html or .png.")
+            raise UsageError(f"{path!r}: a plan is saved as .json or .html.")
         data = make[kind](self.plan)
         try:
             write(path, data)

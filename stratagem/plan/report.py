@@ -62,10 +62,10 @@ def from_json(text: str) -> tuple[Profile, Hardware]:
         raise UsageError(f"this is no plan as --json writes it ({flaw}); make it again.") from None
 
 
-def write(path: str | os.PathLike[str], data: str | bytes) -> None:
+def write(path: str | os.PathLike[str], text: str) -> None:
     """Write a file atomically, by a temporary file; write to a pipe or a device directly."""
     target, part = Path(path), _part(path)
-    content = data.encode() if isinstance(data, str) else data
+    content = text.encode()
     if target.exists() and not target.is_file():
         target.write_bytes(content)
         return

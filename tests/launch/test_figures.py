@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 
 from stratagem.figures.run_folder import RunFolder
 from stratagem.launch.report_command import page
-from stratagem.launch.top import PrometheusPage
 from tests.clock import SLOWER
 from tests.hosts import Hosts, needs_hosts
 
@@ -145,15 +143,6 @@ def test_who_is_slow_is_named_and_who_is_dead_is_shown(launcher: Launcher) -> No
         assert part in text
     assert "worker 1 failed (killed by SIGKILL" in text  # what was done about it
 
-    run = RunFolder(launcher.where / "runs/first")
-    run.read()
-    with PrometheusPage("0", run) as served:
-        where = f"http://127.0.0.1:{served.port}/metrics"
-        with urllib.request.urlopen(where, timeout=10 * SLOWER) as answer:
-            metrics = answer.read().decode()
-    assert re.search(r'stratagem_step\{task="worker 0",host="[^"]+"\} \d+\n', metrics)
-    assert re.search(r'stratagem_up\{task="worker 1",host="[^"]+"\} 0\n', metrics)
-
 
 def lines(folder: Path, name: str, *written: dict[str, object]) -> None:
     folder.mkdir(exist_ok=True)
@@ -173,13 +162,15 @@ def test_a_task_that_comes_back(tmp_path: Path) -> None:
     lines(tmp_path, "worker-1", start, figures(2.0, 10))
     lines(tmp_path, "launcher", {"time": 3.0, "event": "end", "about": "worker 1", "error": "bad"})
     run = RunFolder(tmp_path)
-    assert [task for task, _ in run.read()] == ["worker 1"]
+    run.read()
     (task,) = run.tasks.values()
+    assert (task.name, len(task.lines)) == ("worker 1", 1)
     assert (run.state(task), task.restarts, run.is_over) == ("dead", 0, True)
     lines(tmp_path, "worker-1", {**start, "time": 4.0}, figures(5.0, 20))
     with (tmp_path / "worker-1.jsonl").open("a") as file:
         file.write('{"time": 6.0, "st')
-    assert len(run.read()) == 1
+    run.read()
+    assert len(task.lines) == 2
     assert (run.state(task, 6.0), task.restarts, task.step) == ("runs", 1, 20)
     assert run.state(task, 60.0) == "silent"
     lines(tmp_path, "worker-1", {"x": 1})  # the rest of that line, and nonsense
@@ -235,7 +226,7 @@ def test_the_page_in_a_browser_without_a_network(tmp_path: Path) -> None:
     assert coloured(picture, fault) > 30
 
 
-def test_the_table_in_a_terminal_and_tensorboard(tmp_path: Path) -> None:
+def test_the_table_in_a_terminal(tmp_path: Path) -> None:
     """The state is red if colours are on, and a word in any case."""
     folder = tmp_path / "run"
     start = {"time": 1.0, "event": "start", "task": "worker 0", "host": "far", "pid": 1}
@@ -243,8 +234,7 @@ def test_the_table_in_a_terminal_and_tensorboard(tmp_path: Path) -> None:
     lines(folder, "worker-0", start, figures(2.0, 10), figures(3.0, 20), end)
     script = "import sys; from stratagem.launch.cli import main; sys.exit(main(sys.argv[1:]))"
     for plain in ({}, {"NO_COLOR": "1"}):
-        words = ["top", "run", "--tensorboard", "logs"] if plain else ["top", "run"]
-        inner = " ".join([sys.executable, "-c", f"'{script}'", *words])
+        inner = " ".join([sys.executable, "-c", f"'{script}'", "top", "run"])
         shown = subprocess.run(
             ["script", "-qec", inner, "/dev/null"],
             cwd=tmp_path,
@@ -255,12 +245,6 @@ def test_the_table_in_a_terminal_and_tensorboard(tmp_path: Path) -> None:
         )
         assert shown.returncode == 1 and "dead" in shown.stdout
         assert ("\x1b[1;31m" in shown.stdout) == (not plain)
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(tmp_path / "logs" / "worker-0"))
-    board.Reload()
-    assert [each.step for each in board.Scalars("figures/compute_seconds")] == [10, 20]
 
 
 LINKED = """

@@ -219,7 +219,6 @@ sys.exit(f"imported: {heavy}" if heavy else 0)
         "--batch B",
         "--json FILE",
         "--html FILE",
-        "--png FILE",
         "--validate",
     ):
         assert option in done.stdout
@@ -296,17 +295,6 @@ def test_scripts_that_cannot_be_planned(
     last = error.strip().splitlines()[-1]
     assert said in last and last.startswith("stratagem plan: ") and "Traceback" not in error
     assert not (tmp_path / "plan.json").exists()
-
-
-def test_without_matplotlib_nothing_is_run(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = ["plan", "--png", "plan.png", "--json", "plan.json", "train.py", "--width", "8"]
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
-    assert "stratagem[plots]" in error and error.count("\n") == 1
-    assert os.listdir() == ["train.py"]
 
 
 def test_errors_of_the_script_keep_their_traceback(script: Path) -> None:

@@ -1,19 +1,17 @@
-"""The page and the picture: self-contained, with a tooltip for every point."""
+"""The page: self-contained, with a tooltip for every point."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
-from stratagem.errors import UsageError
 from stratagem.plan.choose import Plan, choose
 from stratagem.plan.hardware import Hardware
-from stratagem.plan.page import figure, fragment, page, png
+from stratagem.plan.page import fragment, page
 from stratagem.plan.report import shown
 from tests.plan.support import profile
 
@@ -121,36 +119,3 @@ def test_the_recommended_line_lies_on_top(plan: Plan) -> None:
 def test_one_replica_can_be_drawn() -> None:
     alone = choose(profile(), Hardware(), most=1)
     assert "Stay on one device" in fragment(alone)
-
-
-def test_png_is_a_picture(plan: Plan) -> None:
-    pytest.importorskip("matplotlib")
-    data = png(plan)
-    assert data.startswith(b"\x89PNG") and 5_000 < len(data) < 200_000
-
-
-def test_the_picture_says_what_its_marks_are(plan: Plan) -> None:
-    """Lines of strategies, the dotted line and the circle."""
-    pytest.importorskip("matplotlib")
-    left = figure(plan).axes[0]
-    told = [each.get_text() for each in left.get_legend().get_texts()]
-    assert len(told) == len(left.lines)
-    assert {"recommended", "as many as there are replicas"} < {*told}
-
-
-def test_of_two_lines_alike_both_are_seen() -> None:
-    """On one host central storage is as fast as mirrored: dashes and rings lie over its line."""
-    pytest.importorskip("matplotlib")
-    alike = choose(profile(), Hardware(per_host=4, cores=8), most=4)
-    lines = {each.get_label(): each for each in figure(alike).axes[0].lines}
-    first, later = lines["Mirrored"], lines["CentralStorage"]
-    assert list(first.get_ydata())[1:] == list(later.get_ydata())
-    assert first.get_linestyle() == "-" and later.get_linestyle() == "--"
-    assert later.get_markerfacecolor() == "none" and later.get_markersize() > first.get_markersize()
-    assert lines["CentralStorage, asynchronous"].get_linestyle() == "-"
-
-
-def test_without_matplotlib_is_one_sentence(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install 'stratagem\[plots\]'"):
-        png(plan)

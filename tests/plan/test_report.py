@@ -106,7 +106,7 @@ def test_sparse_rows_are_told() -> None:
 def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     report.write(target, "one")
-    report.write(target, b"two")
+    report.write(target, "two")
     assert target.read_text() == "two" and list(tmp_path.iterdir()) == [target]
     with pytest.raises(OSError):
         report.write(tmp_path / "no folder" / "plan.json", "x")

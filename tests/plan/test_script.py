@@ -116,5 +116,5 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     write(pipe, "words")
     assert os.read(reader, 9) == b"words" and pipe.is_fifo()
     os.close(reader)
-    write(tmp_path / "file", b"bytes")
-    assert (tmp_path / "file").read_bytes() == b"bytes"
+    write(tmp_path / "file", "words")
+    assert (tmp_path / "file").read_text() == "words"
