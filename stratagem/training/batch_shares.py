@@ -21,20 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable
-from stratagem.training.gathered_rows import Found, Places, Reading
+from stratagem.state.change_tracker import version_of
+from stratagem.training.gathered_rows import Found, Places, ReadRows
+from stratagem.training.loss_reading import SEVERAL
 from stratagem.training.replica import Replica, Share
 from stratagem.training.row_passes import RowPasses
 
 #: the source of batches that `strategy.rows` cuts
 ROWS = "rows"
 _MARK = "stratagem share"
-#: several batches that weigh unlike
-SEVERAL = (
-    "fetch each batch when its turn comes, and keep none; or give the model itself (model(x), not "
-    "a part of it: model.encoder(x)) the very tensors that the loader yields; or give the loader "
-    "drop_last=True: several batches of different sizes are in hand, and it cannot be told of "
-    "which of them this loss is."
-)
 
 
 class Size(NamedTuple):
@@ -103,7 +98,7 @@ class BatchShares:
         self._current: Size | None = None
         #: what was read of each loader, as long as its pass lasts; what was borrowed of those that
         #: have ended, by the rows that came here
-        self._readings: dict[object, Reading] = {}
+        self._readings: dict[object, ReadRows] = {}
         self._read: dict[int, list[Places]] = {}
 
     def watch(self, model: nn.Module) -> None:
@@ -123,7 +118,7 @@ class BatchShares:
         batch = self.latest = Batch(size, source, self._fetched, bool(self._handles))
         self._current = None
         if source is not ROWS:
-            reading = self._readings.setdefault(source, Reading())
+            reading = self._readings.setdefault(source, ReadRows())
             reading.add(size.examples, size.total, self._count)
         leaves, marks = _carriers(tree), self._marks
         self._carried = len(leaves)
@@ -217,6 +212,12 @@ class BatchShares:
         if self._passes is not None and 0 < share.examples < share.total:
             models = [model for found in self._models if (model := found()) is not None]
             self._passes.begin(share.examples, models)
+
+    def version(self) -> int | None:
+        """A number that changes when weights are updated."""
+        models = (model for found in self._models if (model := found()) is not None)
+        trained = (p for model in models for p in model.parameters() if p.requires_grad)
+        return version_of(param) if (param := next(trained, None)) is not None else None
 
     def backward_over(self) -> None:
         """Note the end of a backward pass."""

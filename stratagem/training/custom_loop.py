@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.training.batch_shares import SEVERAL, shares_of
+from stratagem.training.batch_shares import shares_of
 from stratagem.training.hints import warn_of_hooks, warn_without_loader
-from stratagem.training.loss_forms import LossForms
+from stratagem.training.loss_forms import LossForms, Pass
 from stratagem.training.loss_leaves import refuse_unprepared, trains
 from stratagem.training.loss_reading import (
     BY_ROWS,
@@ -33,6 +33,7 @@ from stratagem.training.loss_reading import (
     Reading,
     TrainedLosses,
     UsualLoss,
+    refuse_other_rows,
     refuse_spread,
     times,
     zeroed,
@@ -89,7 +90,7 @@ class LossReader:
         #: the prepared models, until a warning of hooks on their parameters
         self._unhooked: list[weakref.ref[nn.Module]] = []
         self._warned = False
-        self._usual, self._forms = UsualLoss(), LossForms()
+        self._usual, self._forms = UsualLoss(), LossForms(replica.count)
         #: of the latest pass: what replicas compare of its form
         self._mark = 0.0
 
@@ -196,11 +197,13 @@ class LossReader:
             self._agreed = True
             self._agree(names, terms, constants)
         if not self._batches.is_sure:
-            self._refuse_other_rows(terms, names)
+            refuse_other_rows(terms, [self._units.get(name) for name in names], share.examples or 1)
         if borrowed:
             return BY_ROWS  # of borrowed rows: they weigh nothing
         if not said and share.announced:
-            self._mark = self._forms.mark_of(terms, share)
+            looks = losses[0].is_cpu or not self.passes & (self.passes - 1)  # not to wait for a GPU
+            now = Pass(self._batches.version(), looks)
+            self._mark = self._forms.mark_of(terms, constants, share, now)
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
             if plain and not constants:
                 self._usual.learn(losses[0], terms[0], share.examples, unit, self._mark)
@@ -301,14 +304,6 @@ class LossReader:
                 handles.append(term.node.register_prehook(times(factor)))
             if not isinstance(factor, Tensor) and factor == 0.0:
                 handles += zeroed(term.node)
-
-    def _refuse_other_rows(self, terms: list[Term], names: list[str]) -> None:
-        """Refuse a mean over other rows than the share's, if values in a row are known."""
-        means = [term for term in terms if term.kind == "mean"]
-        for name, term in zip(names, means, strict=True):
-            unit = self._units.get(name)
-            if unit is not None and term.full != unit * max(self.share.examples, 1):
-                raise NotDistributable(SEVERAL)
 
     def _refuse_for_servers(self, term: Term) -> None:
         if self._weighs_at_servers and (term.picked or term.full % self.share.examples):

@@ -53,6 +53,15 @@ REMEDY = (
 )
 
 
+#: several batches that weigh unlike
+SEVERAL = (
+    "fetch each batch when its turn comes, and keep none; or give the model itself (model(x), not "
+    "a part of it: model.encoder(x)) the very tensors that the loader yields; or give the loader "
+    "drop_last=True: several batches of different sizes are in hand, and it cannot be told of "
+    "which of them this loss is."
+)
+
+
 class UsualLoss:
     """A mean of torch's own in which all passes of a loop end: it is read without its graph.
 
@@ -140,6 +149,14 @@ def refuse_spread(spread: float) -> None:
             "count=n) for each of the terms, with retain_graph=True for all but the last, or, for "
             "a mean over tasks, strategy.backward(loss, count=tasks); with servers use sg.Model."
         )
+
+
+def refuse_other_rows(terms: Sequence[Term], units: Sequence[float | None], rows: int) -> None:
+    """Refuse means over other rows than these, where it is known how many values a row has."""
+    means = [term for term in terms if term.kind == "mean"]
+    for unit, term in zip(units, means, strict=True):
+        if unit is not None and term.full != unit * rows:
+            raise NotDistributable(SEVERAL)
 
 
 # --- hooks on the nodes of a loss ---------------------------------------------
