@@ -185,6 +185,11 @@ class BatchShares:
             models = [model for found in self._models if (model := found()) is not None]
             self._passes.begin(share.examples, models)
 
+    @property
+    def rows(self) -> int | None:
+        """The rows of the batch in force; None if no batch was cut."""
+        return max(self._share.examples, 1) if self._share.announced else None
+
     def version(self) -> int | None:
         """A number that changes when weights are updated."""
         models = (model for found in self._models if (model := found()) is not None)

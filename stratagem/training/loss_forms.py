@@ -49,6 +49,8 @@ class LossForms:
         self._numbers: dict[Any, tuple[int, list[float]]] = {}
         #: a divisor that counts accumulated passes or the rows, and the weights' version then
         self._doubtful: tuple[float, int | None] | None = None
+        #: whether the terms of the latest loss had not been seen before
+        self.is_new = False
 
     def mark_of(
         self, terms: Sequence[Term], constants: Sequence[Tensor], share: Share, now: Pass
@@ -60,6 +62,7 @@ class LossForms:
         """
         form = tuple([(t.node.name(), t.kind, t.computed, t.numbers) for t in terms])
         mark = self._marks.get(form)
+        self.is_new = False
         if self._doubtful is not None:
             self._settle(share.examples, now)
         if mark is None:
@@ -92,6 +95,7 @@ class LossForms:
         means = all(term.kind == "mean" for term in terms)
         numbers = [number for term in terms for number in term.numbers]
         kinds = tuple((term.node.name(), term.kind) for term in terms)
+        self.is_new = kinds not in self._numbers
         before, then = self._numbers.get(kinds, (0, []))
         self._numbers[kinds] = rows, numbers
         if before:  # does it grow as the rows?

@@ -34,28 +34,37 @@ def _nodes(losses: Sequence[Tensor]) -> Iterator[Any]:
         yield node
 
 
-def refuse_unprepared(losses: Sequence[Tensor], ours: Callable[[Tensor], int]) -> None:
-    """Refuse a loss that trains parameters beside those that `ours` counts."""
+def forgotten(
+    losses: Sequence[Tensor], ours: Callable[[Tensor], int], rows: int | None
+) -> Tensor | None:
+    """Return a leaf that a loss trains beside those that `ours` counts: a parameter, or another
+    tensor that has no axis of `rows`, as inputs have."""
     for node in _nodes(losses):
         leaf = getattr(node, "variable", None)
         # others with hooks are frozen, or of a model that is gone: their hooks say so
-        if isinstance(leaf, nn.Parameter) and not ours(leaf) and not _has_hooks(leaf):
-            raise UsageError(
-                f"prepare {_name(leaf)}, too, since this loss trains it and each replica would "
-                "train it on rows of its own: put it and the model into one nn.ModuleList and "
-                "prepare that, or call strategy.prepare(module, its_optimizer). If it is not to "
-                "be trained, requires_grad_(False) says so."
-            )
+        if isinstance(leaf, Tensor) and not ours(leaf) and not leaf._post_accumulate_grad_hooks:
+            is_input = not isinstance(leaf, nn.Parameter) and rows in (None, *leaf.shape)
+            if not is_input:
+                return leaf
+    return None
 
 
-def _has_hooks(leaf: nn.Parameter) -> bool:
-    return bool(leaf._post_accumulate_grad_hooks)
+def refuse_unprepared(leaf: Tensor | None) -> None:
+    """Refuse a leaf that is trained and was not prepared."""
+    if leaf is not None:
+        raise UsageError(
+            f"prepare {_name(leaf)}, too, since this loss trains it and each replica would "
+            "train it on rows of its own: put it and the model into one nn.ModuleList and "
+            "prepare that, or call strategy.prepare(module, its_optimizer). If it is not to "
+            "be trained, requires_grad_(False) says so."
+        )
 
 
-def _name(param: nn.Parameter) -> str:
+def _name(param: Tensor) -> str:
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
             for name, own in each.named_parameters(recurse=False):
                 if own is param:
                     return f"parameter {name!r} of a {type(each).__name__}"
-    return f"a parameter of shape {list(param.shape)}"
+    what = "parameter" if isinstance(param, nn.Parameter) else "trained tensor"
+    return f"a {what} of shape {list(param.shape)}"

@@ -27,6 +27,8 @@ class Reading(NamedTuple):
     #: hashes of the loss' form unless it is the one at the first pass, and of the number of values
     #: in a row unless replicas have agreed on that; replicas must have the same
     mark: float = 0.0
+    #: 1 where the replica has trained something that was not prepared, and asks for the others
+    beside: float | Tensor = 0.0
 
     #: the weight of the share's value for each of its rows, where several are averaged
     weight: float | Tensor = 1.0
@@ -34,16 +36,25 @@ class Reading(NamedTuple):
     summed: bool = False
 
     def notes(self) -> list[float | Tensor]:
-        if type(self.factor) is float and self[:3] == (1.0, 0.0, 0.0):
+        if type(self.factor) is float and self[:4] == (1.0, 0.0, 0.0, 0.0):
             return AS_ROWS
-        return [self.factor, self.spread, self.mark, self.mark * self.mark]
+        return [self.factor, self.spread, self.mark, self.mark * self.mark, self.beside]
 
 
 BY_ROWS = Reading()
-#: the notes of a gradient that weighs as much as its rows, as most do: factor, spread, mark, mark²
-AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0]
+#: the notes of a gradient that weighs as much as its rows, as most do: factor, spread, mark, mark²,
+#: beside
+AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0, 0.0]
 #: how many numbers a reading adds to the gradients
 NOTES = len(AS_ROWS)
+
+
+def largest(notes: Tensor, before: Tensor | None) -> Tensor:
+    """Return the largest notes of several passes; of marks, how far they are apart in one pass."""
+    notes = notes.clone()
+    notes[3].sub_(notes[2].square())
+    notes[2].zero_()
+    return notes if before is None else torch.maximum(before, notes)
 
 
 REMEDY = (
