@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import nn
@@ -62,6 +63,8 @@ def prepare_served(
                 model, replica, "MirroredStrategy(sync_batchnorm=True) normalises over the batch"
             )
     tickets = TicketLoader(session, loader, replica, reader.pushes)
+    reader.prepared.served = weakref.ref(model)
+    reader.prepared.is_only_worker = session.plan.workers == 1 and not in_group(replica)
     if in_group(replica):
         tickets.gather_round(LoopDeviceGroup(replica, model, optimizer, loader))
     if session.over is None:

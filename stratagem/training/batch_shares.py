@@ -13,55 +13,24 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stratagem.errors import NotDistributable
-from stratagem.training.gathered_rows import Found, Places, Reading
+from stratagem.state.change_tracker import version_of
+from stratagem.training.batch_marks import Batch, Marks, Size, carriers
+from stratagem.training.gathered_rows import Found, Places, ReadRows
+from stratagem.training.loss_reading import SEVERAL
 from stratagem.training.replica import Replica, Share
 from stratagem.training.row_passes import RowPasses
 
 #: the source of batches that `strategy.rows` cuts
 ROWS = "rows"
 _MARK = "stratagem share"
-#: several batches that weigh unlike
-SEVERAL = (
-    "fetch each batch when its turn comes, and keep none; or give the model itself (model(x), not "
-    "a part of it: model.encoder(x)) the very tensors that the loader yields; or give the loader "
-    "drop_last=True: several batches of different sizes are in hand, and it cannot be told of "
-    "which of them this loss is."
-)
-
-
-class Size(NamedTuple):
-    """The size of a share; the shares of two batches of one size are alike."""
-
-    examples: int
-    total: int
-    announced: bool = True
-    #: with servers: the part of the batch that this worker was dealt
-    part: float = 1.0
-
-    @property
-    def rows(self) -> int:
-        """The rows here; a replica without any borrows one."""
-        return self.examples or 1
-
-    def __str__(self) -> str:
-        return f"{self.examples} of {self.total} rows"
-
-
-class Batch:
-    """A batch that was fetched; exists as long as one of its tensors."""
-
-    def __init__(self, size: Size, source: object, number: int, watched: bool) -> None:
-        self.size, self.source, self.number = size, source, number
-        #: whether forward was looked at since it was fetched
-        self.watched = watched
 
 
 class _Graph:
@@ -80,7 +49,7 @@ class BatchShares:
         self.latest: Batch | None = None
         #: set while a backward pass runs, which may compute outputs again
         self.in_backward = False
-        self._marks: dict[int, tuple[weakref.ref[Any], Batch]] = {}
+        self._marks = Marks()
         self._unused: weakref.WeakSet[Batch] = weakref.WeakSet()
         #: batches that nothing can carry: of texts
         self._texts: list[Batch] = []
@@ -103,7 +72,7 @@ class BatchShares:
         self._current: Size | None = None
         #: what was read of each loader, as long as its pass lasts; what was borrowed of those that
         #: have ended, by the rows that came here
-        self._readings: dict[object, Reading] = {}
+        self._readings: dict[object, ReadRows] = {}
         self._read: dict[int, list[Places]] = {}
 
     def watch(self, model: nn.Module) -> None:
@@ -123,14 +92,10 @@ class BatchShares:
         batch = self.latest = Batch(size, source, self.fetches, bool(self._handles))
         self._current = None
         if source is not ROWS:
-            reading = self._readings.setdefault(source, Reading())
+            reading = self._readings.setdefault(source, ReadRows())
             reading.add(size.examples, size.total, self._count)
-        leaves, marks = _carriers(tree), self._marks
-        self._carried = len(leaves)
-        for leaf in leaves:
-            at = id(leaf)
-            marks[at] = weakref.ref(leaf, partial(_forget, marks, at)), batch
-        if not leaves:
+        self._carried = self._marks.put(tree, batch)
+        if not self._carried:
             self._texts.append(batch)
         self._unused.add(batch)
         self._passes = RowPasses(tree) if source is ROWS else None
@@ -153,7 +118,7 @@ class BatchShares:
 
     def rows_of(self, tensor: Tensor, axis: int) -> Found:
         """Return what is known of the rows of a tensor that is to be gathered."""
-        batch = self._batch_of(tensor)
+        batch = self._marks.of(tensor)
         sizes: set[Size] = set() if batch is None else {batch.size}
         if not sizes and tensor.grad_fn is not None:
             sizes = {size for size in _below([tensor])[0] if size is not None}
@@ -179,7 +144,9 @@ class BatchShares:
         self.is_sure = True
         if not self._handles and not any(map(len, self._graphs.values())):
             self._graphs = {}
-            if len(self._marks) > self._carried and self._others():  # the loop keeps batches
+            if len(self._marks) > self._carried and self._marks.others(
+                self.latest
+            ):  # the loop keeps batches
                 self.is_sure = False
                 self._look()
             return
@@ -218,6 +185,17 @@ class BatchShares:
             models = [model for found in self._models if (model := found()) is not None]
             self._passes.begin(share.examples, models)
 
+    @property
+    def rows(self) -> int | None:
+        """The rows of the batch in force; None if no batch was cut."""
+        return max(self._share.examples, 1) if self._share.announced else None
+
+    def version(self) -> int | None:
+        """A number that changes when weights are updated."""
+        models = (model for found in self._models if (model := found()) is not None)
+        trained = (p for model in models for p in model.parameters() if p.requires_grad)
+        return version_of(param) if (param := next(trained, None)) is not None else None
+
     def backward_over(self) -> None:
         """Note the end of a backward pass."""
         self._fetched_by_backward = self.fetches
@@ -244,8 +222,8 @@ class BatchShares:
     def _enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.in_backward:
             return
-        leaves = _carriers((args, kwargs))
-        batches = {batch for leaf in leaves if (batch := self._batch_of(leaf)) is not None}
+        leaves = carriers((args, kwargs))
+        batches = {batch for leaf in leaves if (batch := self._marks.of(leaf)) is not None}
         self._continues = not batches and any(_has_graph(leaf) for leaf in leaves)
         if self._continues:
             return
@@ -262,26 +240,12 @@ class BatchShares:
     def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
         if self.in_backward or self._continues:
             return
-        nodes = [leaf.grad_fn for leaf in _carriers(output) if _has_graph(leaf)]
+        nodes = [leaf.grad_fn for leaf in carriers(output) if _has_graph(leaf)]
         graph = _Graph(self._size)
         for node in nodes:
             node.metadata[_MARK] = graph
         if nodes:
             self._graphs.setdefault(self._size, weakref.WeakSet()).add(graph)
-
-    def _batch_of(self, leaf: Any) -> Batch | None:
-        """The batch that an object, or what it is a view of, was fetched with."""
-        whole = leaf._base if isinstance(leaf, Tensor) and leaf._is_view() else None
-        for each in (leaf, whole) if whole is not None else (leaf,):
-            mark = self._marks.get(id(each))
-            if mark is not None and mark[0]() is each:
-                return mark[1]
-        return None
-
-    def _others(self) -> set[Size]:
-        """The sizes of batches that the loop keeps, unlike the latest one."""
-        kept = {batch.size for _, batch in self._marks.values()}
-        return kept - {self.latest.size} if self.latest is not None else set()
 
     def _in_hand(self) -> set[Size]:
         """The sizes of the batches that something without a mark may be of."""
@@ -300,7 +264,9 @@ class BatchShares:
     def _guess(self, leaves: Sequence[Any] = ()) -> Size | None:
         """The size of the batch that tensors without a mark are of; None if it may be several."""
         share = self._share
-        if leaves and self.latest is not None and self._others():  # are they of the latest one?
+        if (
+            leaves and self.latest is not None and self._marks.others(self.latest)
+        ):  # are they of the latest one?
             lengths = {len(each) for each in leaves if isinstance(each, Tensor) and each.dim()}
             if self.latest.size.rows not in lengths:
                 return None
@@ -343,22 +309,6 @@ def shares_of(replica: Replica) -> BatchShares:
 
 def _borrows(size: Size) -> bool:
     return not size.examples
-
-
-def _forget(marks: dict[int, Any], at: int, gone: weakref.ref[Any]) -> None:
-    if at in marks and marks[at][0] is gone:
-        del marks[at]
-
-
-def _carriers(tree: Any) -> list[Any]:
-    """The tensors in a tree, and objects of classes that are not known here."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return [] if type(tree).__weakrefoffset__ == 0 or isinstance(tree, type) else [tree]
-    return [leaf for part in tree for leaf in _carriers(part)]
 
 
 def _has_graph(leaf: Any) -> bool:

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stratagem.errors import NotDistributable, UsageError
-from stratagem.training.batch_shares import SEVERAL, shares_of
-from stratagem.training.hints import warn_of_hooks, warn_without_loader
-from stratagem.training.loss_forms import LossForms
-from stratagem.training.loss_leaves import refuse_unprepared, trains
+from stratagem.training.batch_shares import shares_of
+from stratagem.training.hints import warn_without_loader
+from stratagem.training.loss_forms import LossForms, Pass
 from stratagem.training.loss_reading import (
     BY_ROWS,
     REMEDY,
@@ -33,6 +32,7 @@ from stratagem.training.loss_reading import (
     Reading,
     TrainedLosses,
     UsualLoss,
+    refuse_other_rows,
     refuse_spread,
     times,
     zeroed,
@@ -40,18 +40,11 @@ from stratagem.training.loss_reading import (
 )
 from stratagem.training.loss_terms import TOLERANCE, Doubt, Term, terms_of
 from stratagem.training.meetings import save_whole_files
+from stratagem.training.prepared_models import PreparedModels
 from stratagem.training.replica import Replica, replica_of_loop
 from stratagem.wire.tree import gather_tree
 
 log = logging.getLogger("stratagem")
-
-
-class Accumulates(Protocol):
-    """Holds gradients, to which a backward pass may add."""
-
-    def keep_earlier(self) -> None: ...
-
-    def has(self, param: Tensor) -> bool: ...
 
 
 class LossReader:
@@ -83,12 +76,9 @@ class LossReader:
         self._count: float | None = None
         #: values in a row, by the kind of mean; the same on all replicas once they have agreed
         self._units: dict[str, float] = {}
-        #: the exchanges whose gradients the readings are for
-        self._exchanges: list[weakref.ref[Accumulates]] = []
-        #: the prepared models, until a warning of hooks on their parameters
-        self._unhooked: list[weakref.ref[nn.Module]] = []
         self._warned = self._agreed = False
-        self._usual, self._forms = UsualLoss(), LossForms()
+        self._usual, self._forms = UsualLoss(), LossForms(replica.count)
+        self.prepared = PreparedModels(replica)
         #: of the latest pass: what replicas compare of its form
         self._mark = 0.0
 
@@ -107,7 +97,7 @@ class LossReader:
 
     def read(self, losses: Sequence[Tensor], backward: Callable[[], None]) -> None:
         """Run `backward` with factors on the terms of its losses that make shares add up."""
-        if not self._weighs_at_servers and not trains(losses, self._ours):
+        if self.prepared.leave_out(losses, self._batches.rows):
             backward()  # another model's, which this replica may train alone
             return
         self._batches.find(losses)
@@ -116,19 +106,24 @@ class LossReader:
         self.is_reading = self._batches.in_backward = True
         self.passes += 1
         if self.passes & (self.passes - 1) == 0:
-            if not self._weighs_at_servers:
-                refuse_unprepared(losses, self._ours)
-            self._look_for_hooks()
+            self.prepared.refuse_forgotten(losses, self._batches.rows)
+            self.prepared.look_for_hooks()
         handles: list[Any] = []
         try:
             self.reading = self._weigh(losses, handles)
+            if self._forms.is_new:
+                self.prepared.refuse_forgotten(losses, self._batches.rows)
+            if self.prepared.beside.were_trained():
+                self.reading = self.reading._replace(beside=1.0)
             if self.pushes is not None and not self.pushes.grouped:
                 refuse_spread(float(self.reading.spread))
                 self.pushes.totals.append(float(self.reading.factor))
             self.loss = self.trained.note(losses, self.share.weight, self.reading)
             if self.scale is not None:
                 self._apply_scale(self.scale(), losses, handles)
-            for exchange in self._present():  # whether a sum is divided depends on all replicas
+            for (
+                exchange
+            ) in self.prepared.present():  # whether a sum is divided depends on all replicas
                 exchange.keep_earlier()
             backward()
             self._batches.backward_over()
@@ -136,28 +131,6 @@ class LossReader:
             self.is_reading = self._batches.in_backward = False
             for handle in handles:
                 handle.remove()
-
-    def serve(self, exchange: Accumulates) -> None:
-        """Read losses for the gradients of an exchange, too, as long as it exists."""
-        self._exchanges = [each for each in self._exchanges if each() is not None]
-        self._exchanges.append(weakref.ref(exchange))
-
-    def _present(self) -> list[Accumulates]:
-        return [each for found in self._exchanges if (each := found()) is not None]
-
-    def _ours(self, param: Tensor) -> int:
-        return sum(each.has(param) for each in self._present())
-
-    def watch_hooks(self, model: nn.Module) -> None:
-        """Warn, at a later pass, if the user has hooks on the model's parameters."""
-        self._unhooked.append(weakref.ref(model))
-
-    def _look_for_hooks(self) -> None:
-        models = [model for found in self._unhooked if (model := found()) is not None]
-        replica, pushed = self._replica(), self.pushes is not None  # by a hook
-        ours = lambda p: self._ours(p) + pushed  # noqa: E731
-        if replica is not None and any(warn_of_hooks(each, replica, ours) for each in models):
-            self._unhooked = []
 
     def _apply_scale(self, scale: float, losses: Sequence[Tensor], handles: list[Any]) -> None:
         nodes = {each.grad_fn for each in losses if each.grad_fn is not None}
@@ -196,11 +169,13 @@ class LossReader:
             self._agreed = True
             self._agree(names, terms, constants)
         if not self._batches.is_sure:
-            self._refuse_other_rows(terms, names)
+            refuse_other_rows(terms, [self._units.get(name) for name in names], share.examples or 1)
         if borrowed:
             return BY_ROWS  # of borrowed rows: they weigh nothing
         if not said and share.announced:
-            self._mark = self._forms.mark_of(terms, share)
+            looks = losses[0].is_cpu or not self.passes & (self.passes - 1)  # not to wait for a GPU
+            now = Pass(self._batches.version(), looks)
+            self._mark = self._forms.mark_of(terms, constants, share, now)
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
             if plain and not constants:
                 self._usual.learn(losses[0], terms[0], share.examples, unit, self._mark)
@@ -213,7 +188,7 @@ class LossReader:
         """Weigh a loss that is one mean, whose unit all replicas know."""
         weight = only.count / self.share.examples
         self._apply([(only, weight / unit)], handles)
-        return Reading(weight / unit, 0.0, self._mark, weight)
+        return Reading(weight / unit, 0.0, self._mark, weight=weight)
 
     def _names(self, terms: list[Term]) -> list[str]:
         """Name the means, alike on all replicas, so that they can agree on a unit for each."""
@@ -288,7 +263,7 @@ class LossReader:
         weight = base
         if len(terms) == 1 and terms[0].kind == "mean":
             weight = terms[0].count / share.examples
-        return found, Reading(base, spread, mark, weight, summed)
+        return found, Reading(base, spread, mark, weight=weight, summed=summed)
 
     def _apply(self, found: Sequence[tuple[Term, float | Tensor]], handles: list[Any]) -> None:
         """Have each term multiplied; a node that stands in the loss twice is one node."""
@@ -304,14 +279,6 @@ class LossReader:
                 handles.append(term.node.register_prehook(times(factor)))
             if not isinstance(factor, Tensor) and factor == 0.0:
                 handles += zeroed(term.node)
-
-    def _refuse_other_rows(self, terms: list[Term], names: list[str]) -> None:
-        """Refuse a mean over other rows than the share's, if values in a row are known."""
-        means = [term for term in terms if term.kind == "mean"]
-        for name, term in zip(names, means, strict=True):
-            unit = self._units.get(name)
-            if unit is not None and term.full != unit * max(self.share.examples, 1):
-                raise NotDistributable(SEVERAL)
 
     def _refuse_for_servers(self, term: Term) -> None:
         if self._weighs_at_servers and (term.picked or term.full % self.share.examples):
@@ -340,7 +307,10 @@ class LossReader:
         if self.passes == 1 and not self.share.announced and (replica := self._replica()):
             loss = self.loss() if self.loss is not None else None
             warn_without_loader(replica, None if loss is None else float(loss.detach()))
-        total, spread, mark, square = notes
+        total, spread, mark, square, beside = notes
+        if beside > 1 - TOLERANCE and self.pushes is None and self.scale is None:
+            self.prepared.beside.compare(self.gather)
+        self.prepared.beside.forget()
         if spread:
             refuse_spread(spread)
         if square - mark * mark > TOLERANCE:

@@ -25,7 +25,7 @@ from stratagem.state.factors import Factors
 from stratagem.training import setup
 from stratagem.training.committer import Commit
 from stratagem.training.custom_loop import LossReader
-from stratagem.training.loss_reading import AS_ROWS, NOTES
+from stratagem.training.loss_reading import AS_ROWS, NOTES, largest
 from stratagem.training.lossy_wire import Keeper
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Settings
@@ -101,7 +101,7 @@ class GradientExchange(Keeper):
         ready = _weakly(self._ready, self._switch)
         self._handles: list[Any] = [_on_gradient(p, ready) for p in params]
         if reader is not None:
-            reader.serve(self)
+            reader.prepared.serve(self)
         for name, p in named:
             if not p.requires_grad and _can_train(p):
                 self._handles.append(_guard_frozen(name, p))
@@ -173,8 +173,7 @@ class GradientExchange(Keeper):
         notes = self.finish(reader.reading.notes())
         figures_of(self.replica).step(self.replica.share.examples)
         if notes.is_cuda and self.finished > _READ_AT_ONCE:  # not to wait for the device
-            notes = notes.clone()
-            self._unread = notes if self._unread is None else torch.maximum(self._unread, notes)
+            self._unread = largest(notes, self._unread)
             self._divide(notes[0])
             return
         total = reader.settle(notes.tolist())

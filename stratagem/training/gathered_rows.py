@@ -24,7 +24,7 @@ from stratagem.wire.tree import gather_tree
 Places = list[list[int]]
 
 
-class Reading:
+class ReadRows:
     """How many rows of a loader have come here, and which of them were borrowed."""
 
     def __init__(self) -> None:

@@ -2,15 +2,17 @@
 
 A share's own count may hide in a form that one device has, too: `loss * len(x) / n`, a guard for a
 mask that is empty here and not there, a constant that is taken for a count. The form and the
-numbers of a loss are compared in full at the first pass, later by a hash in the notes.
+numbers of a loss are compared in full at the first pass, later by a hash in the notes. Tensors that
+multiply or divide it are part of that hash; those on a device that has to be waited for, at passes
+1, 2, 4, 8, ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import isclose, isfinite
-from typing import Any
+from math import isclose, isfinite, prod
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from torch import Tensor
@@ -18,23 +20,41 @@ from torch import Tensor
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import digest
 from stratagem.training.loss_reading import REMEDY
-from stratagem.training.loss_terms import TOLERANCE, Term, is_own_count
+from stratagem.training.loss_terms import TOLERANCE, Term
+from stratagem.training.loss_weights import chain, weights_on
 from stratagem.training.replica import Share
 
 _FORMS = 64  # kept at most: numbers may change at every step
 
 
+class Pass(NamedTuple):
+    """A backward pass: which form it has is asked of the numbers at hand."""
+
+    #: tells whether weights have been updated since an earlier one
+    version: int | None
+    #: whether to look at values of tensors
+    looks: bool
+
+
 class LossForms:
     """The forms of one replica's losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        #: of replicas
+        self._count = count
         #: at the first pass of all replicas
         self._agreed = ""
         self._marks: dict[Any, float] = {}
         #: the rows of a share, and the numbers of its loss, by the kinds of its terms
         self._numbers: dict[Any, tuple[int, list[float]]] = {}
+        #: a divisor that counts accumulated passes or the rows, and the weights' version then
+        self._doubtful: tuple[float, int | None] | None = None
+        #: whether the terms of the latest loss had not been seen before
+        self.is_new = False
 
-    def mark_of(self, terms: Sequence[Term], share: Share) -> float:
+    def mark_of(
+        self, terms: Sequence[Term], constants: Sequence[Tensor], share: Share, now: Pass
+    ) -> float:
         """Return a number of its own for each form, 0 for the agreed one; of so few bits that its
         square is exact.
 
@@ -42,34 +62,80 @@ class LossForms:
         """
         form = tuple([(t.node.name(), t.kind, t.computed, t.numbers) for t in terms])
         mark = self._marks.get(form)
+        self.is_new = False
+        if self._doubtful is not None:
+            self._settle(share.examples, now)
         if mark is None:
             text = _text_of(terms)
-            mark = 0.0 if self._agrees(text, terms) else (crc32(text.encode()) % 4095 + 1) / 4096
+            mark = 0.0 if self._agrees(text, terms) else _hash_of(text)
             if share.examples < share.total:
-                self._refuse_counts(terms, share.examples, share.total)
+                self._refuse_counts(terms, share, now)
                 if len(self._marks) > _FORMS:
                     self._marks.clear()
                 self._marks[form] = mark
+        if share.examples < share.total:
+            self._refuse_divisors(terms, share, now)
+        if constants and now.looks:
+            self._refuse_constants(constants, terms, share)
+            mark = (mark + _hash_of(repr([_value_of(each) for each in constants]))) % 1
         return mark
 
     def _agrees(self, text: str, terms: Sequence[Term]) -> bool:
         """Also a loss that has overflowed, which its gradients tell."""
         return text == self._agreed or not all(isfinite(n) for t in terms for n in t.numbers)
 
-    def _refuse_counts(self, terms: Sequence[Term], rows: int, total: int) -> None:
-        terms = [term for term in terms if term.kind != "fixed"]
+    def _alike(self, share: Share) -> bool:
+        """Whether all shares have as many rows; where they do not, replicas notice."""
+        rows, total = share.examples, share.total
+        parts = self._count if self._count > 1 else total // rows
+        return rows < total == rows * parts
+
+    def _refuse_counts(self, terms: Sequence[Term], share: Share, now: Pass) -> None:
+        terms, rows = [term for term in terms if term.kind != "fixed"], share.examples
+        means = all(term.kind == "mean" for term in terms)
         numbers = [number for term in terms for number in term.numbers]
         kinds = tuple((term.node.name(), term.kind) for term in terms)
+        self.is_new = kinds not in self._numbers
         before, then = self._numbers.get(kinds, (0, []))
         self._numbers[kinds] = rows, numbers
-        for i, number in enumerate(numbers):
-            if before:  # does it grow as the rows?
-                grown = before != rows and number != then[i]
-                found = grown and isclose(number * before, then[i] * rows, rel_tol=TOLERANCE)
-            else:  # a divisor may be how often gradients are accumulated
-                found = i % 2 == 0 and _is_count(number, terms, rows, total)
-            if found:
-                raise _own_count(number, rows)
+        if before:  # does it grow as the rows?
+            for number, old in zip(numbers, then, strict=True):
+                grown = before != rows and number != old
+                if grown and isclose(number * before, old * rows, rel_tol=TOLERANCE):
+                    raise _own_count(number, rows)
+        elif means and rows > 1 and self._alike(share):
+            if {*numbers[::2]} == {rows}:  # all of the loss, and not one of its terms
+                raise _own_count(rows, rows)
+            if rows in numbers[1::2]:  # or is it how often gradients are accumulated?
+                self._doubtful = rows, now.version
+
+    def _settle(self, rows: int, now: Pass) -> None:
+        """Refuse a doubtful divisor unless this pass adds to gradients of the one before."""
+        assert self._doubtful is not None
+        (number, version), self._doubtful = self._doubtful, None
+        if version != now.version:
+            raise _own_count(number, rows)
+
+    def _refuse_constants(
+        self, constants: Sequence[Tensor], terms: Sequence[Term], share: Share
+    ) -> None:
+        rows, single = share.examples, [each for each in constants if each.numel() == 1]
+        if rows == share.total or not any(term.kind in ("mean", "sum") for term in terms):
+            return
+        for each in single:
+            counts = not each.is_floating_point()  # as the sum of a mask
+            if counts or (1 < rows == float(each) and self._alike(share)):
+                raise _own_count(float(each), rows)
+
+    def _refuse_divisors(self, terms: Sequence[Term], share: Share, now: Pass) -> None:
+        alike = self._alike(share)
+        for term in terms:
+            if now.looks and not _is_own_count(term, share.examples, share.total, alike=alike):
+                raise NotDistributable(
+                    f"the loss is a sum over rows divided by a tensor ({term.divisor:g} here) that "
+                    "is no count of what is added up; whether that number belongs to the share or "
+                    f"to the whole batch cannot be seen. {REMEDY}"
+                )
 
     def describe(
         self, terms: Sequence[Term], constants: Sequence[Tensor], share: Share, *, said: bool
@@ -79,14 +145,7 @@ class LossForms:
         `said`: the user has said what the loss is divided by, so its form does not matter.
         """
         digests = [digest(each) for each in constants]
-        if said or not share.announced:
-            return ["", [], *digests]
-        rows, total = share.examples, share.total
-        for number in (float(each) for each in constants if each.numel() == 1):
-            if _is_count(number, terms, rows, total):
-                raise _own_count(number, rows)
-        unseen = [None if is_own_count(term, total) else float(term.count) for term in terms]
-        return [_text_of(terms), unseen, *digests]
+        return ["" if said or not share.announced else _text_of(terms), *digests]
 
     def agree(self, found: Sequence[Any]) -> None:
         """Compare the descriptions of all replicas that have rows."""
@@ -94,7 +153,7 @@ class LossForms:
             return
         self._agreed = found[0][0]
         self._marks.clear()
-        for (text, unseen, *constants), (other, also_unseen, *others) in pairwise(found):
+        for (text, *constants), (other, *others) in pairwise(found):
             if text != other:
                 several = text.count(" + ") != other.count(" + ")
                 tasks = "For a mean over tasks: strategy.backward(loss, count=tasks). " * several
@@ -102,13 +161,6 @@ class LossForms:
                     f"one replica's loss is {text}, another one's {other}: is a number in it a "
                     f"count of its own rows, tokens or tasks, or a mask empty? {tasks}{REMEDY}"
                 )
-            for a, b in zip(unseen, also_unseen, strict=True):
-                if a == b is not None:
-                    raise NotDistributable(
-                        f"the loss is a sum over rows divided by a tensor that is {a:g} on more "
-                        "than one replica; whether that number belongs to the share or to the "
-                        f"whole batch cannot be seen. {REMEDY}"
-                    )
             if any(a != b for a, b in zip(constants, others, strict=False)):
                 raise NotDistributable(
                     "what the loss sums up or averages over rows is multiplied or divided by a "
@@ -116,22 +168,44 @@ class LossForms:
                 )
 
 
-def _is_count(number: float, terms: Sequence[Term], rows: int, total: int) -> bool:
-    """Whether a factor is the number of this replica's rows, or of the values in a term.
+def _is_own_count(term: Term, rows: int, total: int, *, alike: bool) -> bool:
+    """Whether a sum is divided by a count of it: of its values, or of the mask or weights on them.
 
-    Where shares are unequal, so are their numbers, and replicas notice.
+    No share has as many values as the batch has rows, `total`, by chance. Where shares are `alike`,
+    and no mask or weights are there, a number that equals the `rows` may be a constant.
     """
-    if rows == total or total % rows:
-        return False
-    counts: set[float] = {rows, *(t.full for t in terms)}
-    counts |= {t.count for t in terms if not isinstance(t.count, Tensor)}
-    return number != 1.0 and number in counts
+    if term.divisor is None or term.values is None:
+        return True
+    below, sizes = term.values
+    counts: list[float] = [prod(sizes[: i + 1]) for i in range(len(sizes))]
+    node = next((n for n in chain(below) if n.name().startswith("NllLoss")), None)
+    if node is not None:
+        targets = node._saved_target != node._saved_ignore_index
+        counts += [float(node._saved_total_weight), float(targets.sum())]
+    unsure = {total} if term.whole or not alike else {total, rows}
+    counts = [count for count in counts if count not in unsure]
+    together: Any = 1.0
+    for weights in weights_on(below):
+        together = together * weights.detach().double()
+        for each in (weights.detach().double(), together):
+            added = float(each.sum())
+            counts += [added, added * prod(sizes) / each.numel()]
+    return any(isclose(term.divisor, count, rel_tol=1e-4, abs_tol=1e-4) for count in counts)
+
+
+def _hash_of(text: str) -> float:
+    """Return a number between 0 and 1."""
+    return (crc32(text.encode()) % 4095 + 1) / 4096
+
+
+def _value_of(tensor: Tensor) -> Any:
+    return float(tensor) if tensor.numel() == 1 else digest(tensor)
 
 
 def _own_count(number: float, rows: int) -> NotDistributable:
     return NotDistributable(
         f"the loss is multiplied or divided by {number:g}, which seems to count this replica's "
-        f"rows ({rows}) or their values and not the batch's; a mean times it is a sum. {REMEDY}"
+        f"rows ({rows}) or tokens and not the batch's; a mean times such a count is a sum. {REMEDY}"
     )
 
 

@@ -27,6 +27,8 @@ class Reading(NamedTuple):
     #: hashes of the loss' form unless it is the one at the first pass, and of the number of values
     #: in a row unless replicas have agreed on that; replicas must have the same
     mark: float = 0.0
+    #: 1 where the replica has trained something that was not prepared, and asks for the others
+    beside: float | Tensor = 0.0
 
     #: the weight of the share's value for each of its rows, where several are averaged
     weight: float | Tensor = 1.0
@@ -34,22 +36,40 @@ class Reading(NamedTuple):
     summed: bool = False
 
     def notes(self) -> list[float | Tensor]:
-        if type(self.factor) is float and self[:3] == (1.0, 0.0, 0.0):
+        if type(self.factor) is float and self[:4] == (1.0, 0.0, 0.0, 0.0):
             return AS_ROWS
-        return [self.factor, self.spread, self.mark, self.mark * self.mark]
+        return [self.factor, self.spread, self.mark, self.mark * self.mark, self.beside]
 
 
 BY_ROWS = Reading()
-#: the notes of a gradient that weighs as much as its rows, as most do: factor, spread, mark, mark²
-AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0]
+#: the notes of a gradient that weighs as much as its rows, as most do: factor, spread, mark, mark²,
+#: beside
+AS_ROWS: list[float | Tensor] = [1.0, 0.0, 0.0, 0.0, 0.0]
 #: how many numbers a reading adds to the gradients
 NOTES = len(AS_ROWS)
+
+
+def largest(notes: Tensor, before: Tensor | None) -> Tensor:
+    """Return the largest notes of several passes; of marks, how far they are apart in one pass."""
+    notes = notes.clone()
+    notes[3].sub_(notes[2].square())
+    notes[2].zero_()
+    return notes if before is None else torch.maximum(before, notes)
 
 
 REMEDY = (
     "Use a mean over rows (or a loss with a value for each row); or say what this replica divides "
     "by: strategy.backward(loss, count=n) in place of loss.backward(); or, where the loss is a sum "
     'or a mean over rows all the same, prepare(..., loss_reduction="sum") or "mean".'
+)
+
+
+#: several batches that weigh unlike
+SEVERAL = (
+    "fetch each batch when its turn comes, and keep none; or give the model itself (model(x), not "
+    "a part of it: model.encoder(x)) the very tensors that the loader yields; or give the loader "
+    "drop_last=True: several batches of different sizes are in hand, and it cannot be told of "
+    "which of them this loss is."
 )
 
 
@@ -157,6 +177,14 @@ def refuse_spread(spread: float) -> None:
             "count=n) for each of the terms, with retain_graph=True for all but the last, or, for "
             "a mean over tasks, strategy.backward(loss, count=tasks); with servers use sg.Model."
         )
+
+
+def refuse_other_rows(terms: Sequence[Term], units: Sequence[float | None], rows: int) -> None:
+    """Refuse means over other rows than these, where it is known how many values a row has."""
+    means = [term for term in terms if term.kind == "mean"]
+    for unit, term in zip(units, means, strict=True):
+        if unit is not None and term.full != unit * rows:
+            raise NotDistributable(SEVERAL)
 
 
 # --- hooks on the nodes of a loss ---------------------------------------------

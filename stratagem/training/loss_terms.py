@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from stratagem.training.loss_weights import operand, weights_on
 from stratagem.training.row_axis import (
     CURVED,
     JOINS,
@@ -89,6 +90,9 @@ class Term:
     numbers: tuple[float, float] = (1.0, 1.0)
     #: of a sum with a computed divisor: what is added up, and in what shape
     values: tuple[Any, Sequence[int]] | None = None
+    #: whether the divisor is a whole number by its type, as the count of a mask is, or a mask has
+    #: picked the values
+    whole: bool = False
 
 
 class Terms(NamedTuple):
@@ -186,7 +190,7 @@ class _Reader:
         if len(inputs) > 1:  # a learned weight, whose gradient depends on the rows, too
             at = at or node
         else:
-            scale = self._times(scale, _other(node), divided)
+            scale = self._times(scale, operand(node), divided)
         self._todo.append((data[0], scale, at))
 
     def _times(self, scale: Scale, number: Any, divided: bool) -> Scale:
@@ -210,7 +214,7 @@ class _Reader:
         for _ in range(8):
             if below is None or below.name() not in ("MulBackward0", "DivBackward0"):
                 break
-            number = _other(below)
+            number = operand(below)
             if isinstance(number, Tensor) and number.numel() == 1 and self._is_for_all(number):
                 scale = self._times(scale, number, below.name() == "DivBackward0")
             below = only_input(below)
@@ -289,7 +293,10 @@ class _Reader:
             else:  # the scale of a GradScaler
                 self._constants.append(factor)
         if computed is not None:
-            return Term(node, "sum", divisor=computed, computed=True, values=(below, sizes))
+            found = Term(node, "sum", divisor=computed, computed=True, values=(below, sizes))
+            found.whole = not any(each.is_floating_point() for each in scale.counts)
+            found.whole = found.whole or self._axis.is_picked(below)
+            return found
         rows = self.rows if self.rows is not None else (sizes[0] if sizes else 1)
         counts = {prod(sizes[: i + 1]) for i in range(len(sizes))} | {rows}
         if len(sizes) > 2:
@@ -297,11 +304,14 @@ class _Reader:
         by, whole = scale.divided, self.total if self.total != rows else None
         if by is not None and by in counts and by % rows == 0 and by != whole:
             return Term(node, "mean", by, int(by), explained=True)
-        if by is not None and by != 1.0:
+        if by is not None and (by != 1.0 or (rows > 1 and self._has_mask(below))):  # max(n, 1)?
             return Term(node, "sum", divisor=by, explained=True)
         if self._hides_count(abs(1 / scale.times) if scale.times else 1.0, counts, rows):
             return Term(node, "sum", divisor=1 / scale.times)
         return Term(node, "sum")
+
+    def _has_mask(self, below: Any) -> bool:
+        return self._axis.is_picked(below) or next(weights_on(below), None) is not None
 
     def _hides_count(self, by: float, counts: set[int], rows: int) -> bool:
         """Whether a factor of a sum may be 1 divided by some count of rows."""
@@ -340,43 +350,6 @@ class _Reader:
         found = self._axis.found_in(below)
         if found in ("mixed", "single", "ranked", *more):
             raise Doubt(_WHYS[found])
-
-
-def is_own_count(term: Term, total: int) -> bool:
-    """Whether a sum is divided by a count of it: of its values, or of the mask or weights on them.
-
-    `total`: the rows of the whole batch; no share has as many values by chance.
-    """
-    if term.divisor is None or term.values is None:
-        return True
-    node, sizes = term.values
-    whole = prod(sizes)
-    counts: list[float] = [prod(sizes[: i + 1]) for i in range(len(sizes))]
-    counts = [count for count in counts if count != total]
-    for _ in range(8):
-        if node is None:
-            break
-        weights: Any = None
-        if node.name() == "MulBackward0":
-            weights = _other(node)
-        elif node.name() == "WhereBackward0":
-            weights = node._saved_condition
-        elif node.name().startswith("MaskedFillBackward"):
-            weights = ~node._saved_mask
-        elif node.name().startswith("NllLoss"):
-            counts.append(float(node._saved_total_weight))
-            weights = node._saved_target != node._saved_ignore_index
-        if isinstance(weights, Tensor) and weights.dim() and weights.numel():
-            added = float(weights.detach().double().sum())
-            counts += [added, added * whole / weights.numel()]
-        node = only_input(node)
-    return any(isclose(term.divisor, count, rel_tol=1e-4) for count in counts)
-
-
-def _other(node: Any) -> Any:
-    """The operand of a product or quotient that is not in the graph."""
-    other = getattr(node, "_saved_other", None)
-    return getattr(node, "_saved_self", None) if other is None else other
 
 
 def _is_stretched(values: Tensor, target: Tensor) -> bool:

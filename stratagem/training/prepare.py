@@ -117,7 +117,7 @@ def join_gradients(
     unsync = sync_batchnorm.install(model, replica, settings.sync_batchnorm)
     named = list(model.named_parameters())
     exchange = open_exchange(named, replica, settings, every_backward=True, reader=reader)
-    reader.watch_hooks(model)
+    reader.prepared.watch_hooks(model)
     shares_of(replica).watch(model)
     exchange.optimizer = optimizer if settings.sync is not None else None
     undo: list[Callable[[], Any]] = [unsync]

@@ -35,6 +35,24 @@ def train(on: sg.Strategy | None, loss: Loss, batch: int, **options: Any) -> nn.
     return model
 
 
+def train_evenly(on: sg.Strategy | None, losses: Callable[[int], list[Loss]]) -> nn.Module:
+    """Train on 32 rows in batches of 8, each with a pass for every loss of its number. All rows of
+    the first batch count, and as many on each replica."""
+    x, y = data(32)
+    model, counts = mlp(), torch.arange(32) % 2 > 0
+    counts[:8], counts[8:12] = True, True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y, counts), batch_size=8)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for number, (a, b, c) in enumerate(loader):
+        for loss in losses(number):
+            loss(model(a), b, c).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
 def rows_of(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out, y, reduction="none")
 
@@ -72,6 +90,87 @@ def test_a_count_of_the_share_is_refused(name: str, two: sg.MirroredStrategy) ->
         two.run(train, two, HIDDEN[name], 8)
 
 
+def plain(o: Tensor, y: Tensor, c: Tensor) -> Tensor:
+    return F.cross_entropy(o, y)
+
+
+def always(loss: Loss) -> Callable[[int], list[Loss]]:
+    return lambda number: [loss]
+
+
+HIDDEN_LATER: dict[str, Callable[[int], list[Loss]]] = {
+    "a constant in a second loss": lambda _: [plain, HIDDEN["by a constant"]],
+    "from the third batch on": lambda i: [HIDDEN["times a tensor"] if i > 1 else plain],
+    "a mask that was full": always(lambda o, y, c: F.cross_entropy(o, y) * c.float().mean()),
+    "a constant that equals the rows": always(
+        lambda o, y, c: rows_of(o, y).sum() / torch.tensor(4.0)
+    ),
+    "a count that all have": always(lambda o, y, c: plain(o, y, c) * (y[:2] > -1).sum() / 8),
+    "one more than the count": always(
+        lambda o, y, c: (rows_of(o, y) * (y != 1)).sum() / ((y != 1).sum() + 1)
+    ),
+    "at least one": always(
+        lambda o, y, c: (rows_of(o, y) * (y == 1)).sum() / max(1, int((y == 1).sum()))
+    ),
+    "a mean divided by the rows": always(lambda o, y, c: F.cross_entropy(o, y) / len(o)),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_LATER)
+def test_a_count_is_refused_in_every_loss_of_every_batch(
+    name: str, two: sg.MirroredStrategy
+) -> None:
+    with pytest.raises(sg.NotDistributable, match=r"strategy\.backward\(loss, count=n\)"):
+        two.run(train_evenly, two, HIDDEN_LATER[name])
+
+
+def accumulated(on: sg.Strategy | None) -> nn.Module:
+    """As many passes as each share has rows, before each step."""
+    x, y = data(64)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=8)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for number, (a, b) in enumerate(loader, 1):
+        (F.cross_entropy(model(a), b) / 4).backward()
+        if number % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return model
+
+
+def test_a_divisor_may_be_how_often_gradients_are_accumulated(two: sg.MirroredStrategy) -> None:
+    expected = accumulated(None)
+    assert moved(expected, mlp())
+    for trained in two.run(accumulated, two):
+        assert distance(trained, expected) < 1e-6
+
+
+EVEN: dict[str, Loss] = {
+    "a weight of one term": lambda o, y, c: F.cross_entropy(o, y) + 4 * o.abs().mean(),
+    "as many as values": lambda o, y, c: 16 * o.abs().mean(),
+    "a full mask": lambda o, y, c: (rows_of(o, y) * (y > -1)).sum() / (y > -1).float().sum(),
+    "targets that are all there": lambda o, y, c: (
+        F.cross_entropy(o, y, reduction="sum") / (y != -100).sum()
+    ),
+    "what is picked": lambda o, y, c: rows_of(o, y)[y > -1].sum() / (y > -1).float().sum(),
+    "two masks": lambda o, y, c: (rows_of(o, y) * c * (y < 3)).sum() / (c * (y < 3)).sum(),
+    "no row on one replica": lambda o, y, c: (
+        (rows_of(o, y) * (y == 3)).sum() / ((y == 3).sum() + 1e-8)
+    ),
+    "a scale": lambda o, y, c: F.cross_entropy(o, y) * torch.tensor(64.0) / 64,
+}
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_weights_and_counts_of_even_shares_are_exact(name: str, two: sg.MirroredStrategy) -> None:
+    expected = train_evenly(None, always(EVEN[name]))
+    assert moved(expected, mlp())
+    for trained in two.run(train_evenly, two, always(EVEN[name])):
+        assert distance(trained, expected) < 1e-6
+
+
 EXACT: dict[str, Loss] = {
     "smoothed, with class weights": lambda o, y, c: F.cross_entropy(
         o, y.masked_fill(~c, -100), weight=CLASS_WEIGHTS, label_smoothing=0.1
@@ -84,6 +183,7 @@ EXACT: dict[str, Loss] = {
     "by the targets that count": lambda o, y, c: (
         F.cross_entropy(o, y.masked_fill(~c, -100), reduction="sum") / c.sum()
     ),
+    "with a weight that equals one share's rows": lambda o, y, c: 2 * F.cross_entropy(o, y),
     "with weights of terms": lambda o, y, c: 3 * F.cross_entropy(o, y) + 0.5 * o.abs().mean() / 2,
 }
 

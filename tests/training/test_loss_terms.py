@@ -20,6 +20,7 @@ import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.training import custom_loop
 from stratagem.training.custom_loop import LossReader
+from stratagem.training.loss_reading import NOTES
 from stratagem.training.loss_terms import Doubt, terms_of
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Alone
@@ -110,7 +111,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
 def in_shares(loss: Loss, batch: Rows, sizes: Sequence[int], readers: list[LossReader]) -> Any:
     """Compute the gradient as replicas with shares of these sizes do."""
     net, total = model(), sum(sizes)
-    notes = torch.zeros(4, dtype=torch.float64)
+    notes = torch.zeros(NOTES, dtype=torch.float64)
     added: list[Tensor] = [torch.zeros_like(p) for p in net.parameters()]
     start = 0
     for reader, size in zip(readers, sizes, strict=True):
@@ -145,7 +146,7 @@ def readers(count: int, reduction: str | None = None) -> list[LossReader]:
 
     for reader in found:
         reader.gather = gather
-        reader.serve(All.ours)
+        reader.prepared.serve(All.ours)
     return found
 
 
