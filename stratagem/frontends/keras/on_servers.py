@@ -26,8 +26,8 @@ from stratagem.frontends.keras.driver import Call, Driver
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.server_training import ServerTraining
 from stratagem.frontends.keras.step_logs import has_own
-from stratagem.frontends.keras.worker import adapter_of, assist, attend
-from stratagem.frontends.keras.worker_session import SEVERAL, dismiss, refuse
+from stratagem.frontends.keras.worker import assist, attend
+from stratagem.frontends.keras.worker_session import SEVERAL, adapter_of, dismiss, refuse
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client

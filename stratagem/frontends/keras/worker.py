@@ -24,12 +24,12 @@ from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
 from stratagem.frontends.keras.callback_needs import from_chief
-from stratagem.frontends.keras.denominators import BatchPart, SharedPart
 from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.step_logs import flat, restorer
 from stratagem.frontends.keras.worker_session import (
     Dismissed,
     KerasSession,
+    adapter_of,
     overlay,
     slots_on_servers,
 )
@@ -45,12 +45,6 @@ from stratagem.training.exchange import GradientExchange
 from stratagem.training.replica import END, CommandLoop, Replica
 from stratagem.training.settings import Settings
 from stratagem.wire.tree import broadcast_tree
-
-
-def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
-    """Return the adapter of a worker, or of one of its devices."""
-    part = SharedPart(replica) if in_group(replica) else BatchPart(replica)
-    return KerasAdapter(model, part, updates=False)
 
 
 class TicketStep:

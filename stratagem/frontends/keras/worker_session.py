@@ -15,12 +15,15 @@ from torch import Tensor
 
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
+from stratagem.frontends.keras.denominators import BatchPart, SharedPart
 from stratagem.servers.client import Client
 from stratagem.servers.session import Session
+from stratagem.servers.task_main import in_group
 from stratagem.servers.training_plan import Clip, TrainingPlan
 from stratagem.state import keras_recipe
 from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import partition
+from stratagem.training.replica import Replica
 from stratagem.training.settings import Served, Settings
 
 SEVERAL = (
@@ -28,6 +31,12 @@ SEVERAL = (
     "made by mixed_float16), and parameter servers run a single one; use "
     "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
 )
+
+
+def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
+    """Return the adapter of a worker, or of one of its devices."""
+    part = SharedPart(replica) if in_group(replica) else BatchPart(replica)
+    return KerasAdapter(model, part, updates=False)
 
 
 class Dismissed(Exception):
