@@ -105,7 +105,20 @@ def test_a_hang_ends_and_the_first_error_counts(
     finally:
         job.kill()
         job.wait()
+    assert launches._wait(job, tmp_path, "few:", 2) is None  # it had not begun
+    (tmp_path / "few:.0.begun").touch()
     assert launches._wait(job, tmp_path, "few:", 2) == Failed("error", "ended with -9")
+
+
+def test_a_process_that_was_late_leaves_the_next_case_to_a_new_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "PATIENCE", 0.1)
+    (tmp_path / "short:.0.json").touch()
+    assert not child.together(tmp_path, "short:", 0, 2)
+    (tmp_path / "short:.1.json").touch()
+    assert not child.together(tmp_path, "short:", 1, 2), "the first has left already"
+    assert child.together(tmp_path, "few:", 0, 0)
 
 
 @pytest.mark.timeout(240)

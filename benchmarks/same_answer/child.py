@@ -42,14 +42,15 @@ def first_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {words}"
 
 
-def together(folder: Path, case: str, replicas: int) -> bool:
-    """Wait for the other processes; False if they take far longer than this one did."""
+def together(folder: Path, case: str, rank: int, replicas: int) -> bool:
+    """Wait for the other processes to end a case; False if one does not, for all of them."""
     late = time.monotonic() + PATIENCE
     while len(list(folder.glob(f"{case}.*.json"))) < replicas:
         if time.monotonic() > late:
-            return False
+            leave(folder / f"{case}.{rank}.left", {})
+            break
         time.sleep(0.02)
-    return True
+    return not list(folder.glob(f"{case}.*.left"))
 
 
 def main(peer: str, replicas: str, where: str, *asked: str) -> None:
@@ -71,7 +72,7 @@ def main(peer: str, replicas: str, where: str, *asked: str) -> None:
             leave(folder / f"{each}.{mine}.error", error)
             os._exit(1)
         leave(folder / f"{each}.{mine}.json", content)
-        if not together(folder, each, int(replicas)):
+        if not together(folder, each, mine, int(replicas)):
             return  # as a script would that has no other case
 
 

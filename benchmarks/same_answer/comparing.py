@@ -43,7 +43,7 @@ def compare(case: Case, one: Found | Failed, found: Found | Failed, way: str = "
     amount = distance(case, one[0]["result"], found[0]["result"])
     if amount <= ROUNDING:
         return Cell("equal", amount, "", way)
-    return Cell("different", amount, order(case, one, found) if case.shuffle else "", way)
+    return Cell("different", amount, order(case, one, found) if case.task == "order" else "", way)
 
 
 def distance(case: Case, one: Result, other: Result) -> float:

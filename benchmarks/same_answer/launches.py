@@ -40,8 +40,11 @@ def run(peer: str, replicas: int, asked: Sequence[str]) -> dict[str, Found | Fai
     while left := [each for each in asked if each not in done]:
         with tempfile.TemporaryDirectory() as folder, _launch(peer, replicas, left, folder) as job:
             for each in left:
-                done[each] = _wait(job, Path(folder), each, replicas)
-                if isinstance(done[each], Failed):
+                found = _wait(job, Path(folder), each, replicas)
+                if found is None and each != left[0]:
+                    break  # a process was late before, and ended: this one has a launch of its own
+                done[each] = found or Failed("error", f"ended with {job.returncode}")
+                if isinstance(found, Failed | None):
                     break
             else:
                 _ended(job, GRACE)
@@ -73,8 +76,10 @@ def _launch(
         _end(job, Path(folder))
 
 
-def _wait(job: subprocess.Popen[bytes], folder: Path, case: str, replicas: int) -> Found | Failed:
-    """Return what all processes left of a case, or how it failed."""
+def _wait(
+    job: subprocess.Popen[bytes], folder: Path, case: str, replicas: int
+) -> Found | Failed | None:
+    """Return what all processes left of a case, or how it failed; None if they ended before it."""
     began, deadline = None, time.monotonic() + START
     while time.monotonic() < deadline:
         over = job.poll() is not None  # asked first: what it has left is there by now
@@ -85,10 +90,13 @@ def _wait(job: subprocess.Popen[bytes], folder: Path, case: str, replicas: int) 
         left = [folder / f"{case}.{rank}.json" for rank in range(replicas)]
         if all(path.exists() for path in left):
             return [json.loads(path.read_text()) for path in left]
+        begun = list(folder.glob(f"{case}.*.begun"))
+        if over and not begun:
+            return None
         if over:
             print((folder / "log").read_text()[-2000:], file=sys.stderr)
             return Failed("error", f"ended with {job.returncode}")
-        if began is None and len(list(folder.glob(f"{case}.*.begun"))) == replicas:
+        if began is None and len(begun) == replicas:
             began, deadline = time.monotonic(), time.monotonic() + LIMIT
         time.sleep(0.05)
     return Failed("hang", seconds=LIMIT if began else START)

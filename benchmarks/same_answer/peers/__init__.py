@@ -39,27 +39,34 @@ def _ways(uneven: Iterable[str], **other: tuple[str, ...]) -> Ways:
     return {**dict.fromkeys(("short", "few", "odd"), tuple(uneven)), **other}
 
 
-SAMPLERS = ("DistributedSampler", "use_distributed_sampler")
-SHARDS = ("PyDataset", "DataLoader")
-BATCHES = ("even_batches", "split_batches")
+#: names of ways, which the peers' files ask for
+SAMPLER, ITS_SAMPLER, STATEFUL = (
+    "DistributedSampler",
+    "use_distributed_sampler",
+    "StatefulDataLoader",
+)
+JOIN, PADDED, SPLIT = "Join", "even_batches", "split_batches"
+MEAN, ITEMS = "mean", "num_items_in_batch"
+DEALT, LOADER = "PyDataset", "DataLoader"
 OURS: dict[str, Any] = {"launcher": "stratagem run"}
 PEERS = {
-    "ddp": Peer(
-        "DDP", {"torch": (2, 11), "torchdata": (0, 11)}, _ways(("DistributedSampler", "Join"))
-    ),
+    "ddp": Peer("DDP", {"torch": (2, 11), "torchdata": (0, 11)}, _ways((SAMPLER, JOIN))),
     "accelerate_loop": Peer(
-        "Accelerate", {"accelerate": (1, 0)}, _ways(BATCHES, ignored=("mean", "num_items_in_batch"))
+        "Accelerate", {"accelerate": (1, 0)}, _ways((PADDED, SPLIT), ignored=(MEAN, ITEMS))
     ),
     "lightning_trainer": Peer(
         "Lightning",
         {"lightning": (2, 0), "torchdata": (0, 11)},
-        {"order": SAMPLERS, "resumed": (*SAMPLERS, "StatefulDataLoader")},
+        {"order": (SAMPLER, ITS_SAMPLER), "resumed": (SAMPLER, ITS_SAMPLER, STATEFUL)},
     ),
-    "hf_trainer": Peer("HF Trainer", {"transformers": (5, 0)}, _ways(BATCHES)),
+    "hf_trainer": Peer("HF Trainer", {"transformers": (5, 0)}, _ways((PADDED, SPLIT))),
     "keras_parallel": Peer(
         "Keras DataParallel",
         {"keras": (3, 16)},
-        _ways(SHARDS, evaluation=SHARDS, resumed=SHARDS, order=SHARDS),
+        _ways(
+            (DEALT, LOADER),
+            **dict.fromkeys(("evaluation", "resumed", "order"), (DEALT, LOADER)),
+        ),
     ),
     "own_loop": Peer("stratagem, own loop", {"torch": (2, 11)}, **OURS),
     "own_model": Peer("stratagem, `sg.Model`", {"torch": (2, 11)}, **OURS),

@@ -12,9 +12,11 @@ from cases import Job, Result, counted, quality, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
+import peers
+
 
 def run(job: Job) -> Result:
-    case, split = job.case, job.way == "split_batches"
+    case, split = job.case, job.way == peers.SPLIT
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=case.accumulate,
@@ -52,7 +54,7 @@ def train(job, accelerator, model, optimizer, loader, done: int = 0, until: int 
         loader.set_epoch(epoch)
         seen = done - epoch * case.steps
         batches = skip_first_batches(loader, seen) if seen > 0 else loader
-        if case.accumulate > 1 or job.way == "num_items":
+        if case.accumulate > 1 or job.way == peers.ITEMS:
             windows(job, accelerator, model, optimizer, batches)
             continue
         for x, y in batches:

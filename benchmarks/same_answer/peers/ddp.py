@@ -14,6 +14,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
+import peers
+
 
 def run(job: Job) -> Result:
     if not dist.is_initialized():
@@ -65,7 +67,7 @@ def train(job: Job, saved: dict[str, Any] | None = None, until: int = 0) -> Resu
 def batches(job: Job, model: DistributedDataParallel) -> tuple[DataLoader, Any]:
     """A process' batches, and what lets processes have unequal numbers of them."""
     case, data = job.case, job.data
-    if job.way == "Join":  # each process has every N-th row, none twice
+    if job.way == peers.JOIN:  # each process has every N-th row, none twice
         rows = Subset(data, range(dist.get_rank(), len(data), job.replicas))
         return DataLoader(rows, job.share), Join([model], divide_by_initial_world_size=False)
     sampler = DistributedSampler(data, shuffle=case.shuffle, drop_last=case.drop_last)

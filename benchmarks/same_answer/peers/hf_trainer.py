@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
 
+import peers
+
 
 class Rows(Dataset):
     """Rows by name, as the Trainer wants them."""
@@ -77,7 +79,7 @@ def run(job: Job) -> Result:
 
 
 def trainer(job: Job, *callbacks: TrainerCallback) -> Trainer:
-    case, split = job.case, job.way == "split_batches"
+    case, split = job.case, job.way == peers.SPLIT
     model, data = Net(case.model()), Rows(job)
     if job.synchronised:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

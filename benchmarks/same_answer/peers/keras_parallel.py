@@ -9,6 +9,7 @@ import keras
 from cases import Job, Result
 from torch.utils.data import DataLoader, DistributedSampler
 
+import peers
 from peers.keras_script import Batches, evaluate, train
 
 
@@ -16,13 +17,13 @@ def run(job: Job) -> Result:
     if job.replicas == 1:
         return script(job)
     keras.distribution.initialize()
-    with keras.distribution.DataParallel(auto_shard_dataset=job.way != "DataLoader").scope():
+    with keras.distribution.DataParallel(auto_shard_dataset=job.way != peers.LOADER).scope():
         return script(job)
 
 
 def script(job: Job) -> Result:
     def data() -> DataLoader | Batches:
-        if job.way != "DataLoader":
+        if job.way != peers.LOADER:
             return Batches(job, job.share)
         rank, shuffle = int(os.environ.get("RANK", "0")), job.case.shuffle
         sampler = DistributedSampler(job.data, job.replicas, rank, shuffle=shuffle)

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
+import peers
+
 ITS_SAMPLER = "use_distributed_sampler"
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -64,7 +66,7 @@ def run(job: Job) -> Result:
 
 def its_sampler(job: Job) -> bool:
     """Whether Lightning puts its own sampler in place, which always shuffles in training."""
-    return job.way == "use_distributed_sampler" or job.case.task == "evaluate"
+    return job.way == peers.ITS_SAMPLER or job.case.task == "evaluate"
 
 
 def batches(job: Job) -> DataLoader:
@@ -78,7 +80,7 @@ def batches(job: Job) -> DataLoader:
         shuffle=case.shuffle,
         drop_last=case.drop_last,
     )
-    kind = StatefulDataLoader if job.way == "StatefulDataLoader" else DataLoader
+    kind = StatefulDataLoader if job.way == peers.STATEFUL else DataLoader
     return kind(job.data, batch, sampler=sampler, drop_last=case.drop_last)
 
 
