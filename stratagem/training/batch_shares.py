@@ -95,9 +95,7 @@ class BatchShares:
         """Have a batch that was fetched carry the share in force."""
         if (self._unused or source is ROWS) and not self._handles:
             self._unseen = {each.size for each in self._unused}
-            for model in self._models:
-                if (found := model()) is not None:
-                    self._hook(found)
+            self._look()
         self._fetched += 1
         size = Size(self._share.examples, self._share.total, part=self._share.part)
         batch = self.latest = Batch(size, source, self._fetched, bool(self._handles))
@@ -110,12 +108,22 @@ class BatchShares:
         self._unused.add(batch)
         self._passes = RowPasses(tree) if source is ROWS else None
 
-    def end(self, source: object) -> None:
-        """End a pass over a loader: the body of a loop has run over its last batch."""
+    def size_of(self, leaf: object) -> Size | None:
+        """Return the share that a tensor of a batch carries."""
+        mark = self._marks.get(id(leaf))
+        return mark[1].size if mark and mark[0]() is leaf else None
+
+    def end(self, source: object, count: int) -> None:
+        """End a pass over a loader: the body of a loop has run over its last batch, unless it is
+        one of `count` that are trained on, and there was no backward pass since it was fetched."""
         left = [each for each in self._unused if each.source is source]
+        late, trained = False, self._fetched_by_backward
         if len(left) == 1:
             self._use(left)
-        if not self._unused:
+            late = trained < left[0].number and (count == 1 or trained > self._fetched - count)
+        if late and not self._handles:
+            self._look()
+        elif not late and not self._unused:
             for handle in self._handles:
                 handle.remove()
             self._handles, self._unseen = [], set()
@@ -171,6 +179,11 @@ class BatchShares:
         if not self._handles:
             self._unused.clear()
             self._texts.clear()
+
+    def _look(self) -> None:
+        for model in self._models:
+            if (found := model()) is not None:
+                self._hook(found)
 
     def _hook(self, model: nn.Module) -> None:
         parts: Iterable[nn.Module] = (model,)
@@ -269,17 +282,18 @@ class CarryingLoader(LoaderWrapper):
 
     def __iter__(self) -> Any:
         batches, this_pass = shares_of(self._replica), object()
-        share, count, uneven = self._replica.share, self._replica.count, False
+        share, count, uneven, number = self._replica.share, self._replica.count, False, 0
         before = batches.latest if self._nested else None
         try:
             for batch in self.loader:
                 batches.fetched(batch, this_pass)
+                number += 1
                 uneven = uneven or share.total % count > 0
                 yield batch
             batches.latest, self._replica.loop.uneven = before, uneven
         finally:
             batches.latest = before or batches.latest
-            batches.end(this_pass)
+            batches.end(this_pass, 0 if self._nested else number)
 
 
 def _forget(marks: dict[int, Any], at: int, gone: weakref.ref[Any]) -> None:

@@ -192,7 +192,10 @@ def without_borrowed(replica: Replica, value: object, axis: int) -> Tensor:
     tensor, share = as_tensor(value), replica.share
     rows = tensor.shape[axis] if tensor.dim() else -1
     borrowed = replica.loop.borrowed.get(rows, [])
-    if rows == 1 and share.announced and share.total and not share.examples:
+    size = replica.loop.batches and replica.loop.batches.size_of(value)
+    if size is not None:  # the loader's own tensor, maybe of a batch before the one in hand
+        borrowed = [] if size.examples else [0]
+    elif rows == 1 and share.announced and share.total and not share.examples:
         borrowed = [0]
     if not borrowed:
         return tensor
