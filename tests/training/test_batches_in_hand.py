@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -127,11 +128,12 @@ def train(
     on: sg.Strategy | None,
     how: Callable[[nn.Module, Any], Losses],
     reduction: str | None = None,
+    rows: int = 9,
 ) -> nn.Module:
     torch.manual_seed(0)
     model = mlp()
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3)
-    loader: Any = DataLoader(TensorDataset(*data(9)), batch_size=4)  # 4, 4, 1
+    loader: Any = DataLoader(TensorDataset(*data(rows)), batch_size=4)  # 4, 4, 1
     if on is not None:
         model, optimizer, loader = on.prepare(model, optimizer, loader, loss_reduction=reduction)
     for _ in range(3):
@@ -253,6 +255,26 @@ def test_what_the_loss_is_said_to_be_changes_nothing(
         assert distance(trained, train(None, summed)) < 1e-6
 
 
+@pytest.mark.parametrize("rows", [2, 9, 10])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_batch_that_waits_at_the_end_of_its_loader(
+    rows: int, reduction: str, two: sg.MirroredStrategy, three: sg.MirroredStrategy
+) -> None:
+    """Of 2 rows of 3 replicas, or of one, a replica has none, and borrows one."""
+
+    def windows(model: nn.Module, loader: Any) -> Losses:
+        batches = iter(loader)
+        while window := list(islice(batches, 2)):
+            for x, y in window:
+                yield F.cross_entropy(model(x), y, reduction=reduction)
+
+    expected = train(None, windows, rows=rows)
+    assert moved(expected, mlp())
+    for on in (two, three):
+        for trained in on.run(train, on, windows, reduction, rows):
+            assert distance(trained, expected) < 1e-6
+
+
 def evaluated(on: sg.Strategy | None) -> tuple[nn.Module, list[float]]:
     """Batches that a loop keeps, or evaluates, are none that wait for their training."""
     torch.manual_seed(0)
@@ -310,3 +332,16 @@ def test_a_model_and_a_batch_are_saved_as_they_are(two: sg.MirroredStrategy, tmp
         "assert model(x).shape == (2, 4) and 'stratagem' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], check=True)
+
+
+def gathered_late(where: sg.Strategy) -> list[list[float]]:
+    x = torch.arange(9.0)  # batches of 4, 4 and 1: the last one has no row for the second replica
+    loader = where.prepare(DataLoader(TensorDataset(x), batch_size=4))
+    return [where.gather(rows).tolist() for (rows,) in reversed(list(loader))]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_rows_of_batches_in_hand_are_gathered_without_borrowed_ones(replicas: int) -> None:
+    with sg.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]) as where:
+        for found in where.run(gathered_late, where):
+            assert found == [[8.0], [4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0]]
