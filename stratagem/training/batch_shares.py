@@ -100,18 +100,22 @@ class BatchShares:
         self._unused.add(batch)
         self._passes = RowPasses(tree) if source is ROWS else None
 
-    def end(self, source: object, *, nested: bool) -> None:
+    def end(self, source: object, count: int) -> None:
         """End a pass over a loader: the body of a loop has run over its last batch, unless that is
-        the only one of a window."""
+        one of a window, or of `count` that are trained on, and no backward pass came since."""
         self._current = None
         if (reading := self._readings.pop(source, None)) is not None:
             known = self._read.setdefault(reading.rows, [])
             if reading.borrowed not in known:
                 known.append(reading.borrowed)
         left = [each for each in self._unused if each.source is source]
-        if len(left) == 1 and (nested or not left[0].watched):
+        late, trained = False, self._fetched_by_backward
+        if len(left) == 1 and (not count or not left[0].watched):
             self._use(left)
-        if not self._unused:
+            late = trained < left[0].number and (count == 1 or trained > self.fetches - count)
+        if late and not self._handles:
+            self._look()
+        elif not late and not self._unused:
             for handle in self._handles:
                 handle.remove()
             self._handles, self._unseen = [], set()

@@ -19,14 +19,15 @@ class CarryingLoader(LoaderWrapper):
 
     def __iter__(self) -> Any:
         batches, this_pass = shares_of(self._replica), object()
-        share, count, uneven = self._replica.share, self._replica.count, False
+        share, count, uneven, number = self._replica.share, self._replica.count, False, 0
         before = batches.latest if self._nested else None
         try:
             for batch in self.loader:
                 batches.fetched(batch, this_pass)
+                number += 1
                 uneven = uneven or share.total % count > 0
                 yield batch
             batches.latest, self._replica.loop.uneven = before, uneven
         finally:
             batches.latest = before or batches.latest
-            batches.end(this_pass, nested=self._nested)
+            batches.end(this_pass, 0 if self._nested else number)
