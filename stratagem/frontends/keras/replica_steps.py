@@ -119,6 +119,7 @@ class ReplicaSteps:
         self._figures.step(adapter.replica.share.examples)
         if self._states is not None:
             self._states.weigh(adapter.replica)
+            self._states = self._states if self._states.variables else None
         if total < adapter.replica.count:
             self._share_state()
         return result
