@@ -8,6 +8,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from stratagem.cluster.acceptor import GREETING, Acceptor
 from stratagem.cluster.failure import Member
@@ -57,12 +58,28 @@ def form(
     rank = tasks.index(task)
     if len(members) == 1:
         return Membership.alone(members[0])
+    watch = partial(_refuse_servers, spec, secret)
     if rank == 0:
         listener = listen(members[0].where, members[0].name)
-        sockets = Gathering(members, secret, limit).gather(listener)
+        sockets = Gathering(members, secret, limit, watch).gather(listener)
         return Membership.hub(members, sockets, give_up=give_up)
-    sock = Visitor(members, rank, secret, limit).arrive()
+    sock = Visitor(members, rank, secret, limit, watch=watch).arrive()
     return Membership.spoke(members, rank, sock, give_up=give_up)
+
+
+def _refuse_servers(spec: ClusterSpec, secret: bytes) -> None:
+    """Refuse to wait for replicas where a task of the job serves parameters."""
+    for address in spec.jobs.get("ps", ())[:1]:
+        try:
+            with connect(address, CONNECT) as sock:
+                prove(sock, secret, limit=CONNECT)
+        except OSError:
+            return  # nobody of this job listens there
+        raise ClusterError(
+            f"give every task the same strategy: ps 0 at {address} serves parameters, as for a "
+            "ParameterServerStrategy, and this task's strategy has them in replicas, which wait "
+            "for each other."
+        )
 
 
 class Gathering:
@@ -71,10 +88,16 @@ class Gathering:
     #: the lowest rank that connects
     _lowest = 1
 
-    def __init__(self, members: Sequence[Member], secret: bytes, limit: float) -> None:
+    def __init__(
+        self,
+        members: Sequence[Member],
+        secret: bytes,
+        limit: float,
+        watch: Callable[[], object] = lambda: None,
+    ) -> None:
         self._members = members
         self._secret = secret
-        self._patience = Wait(limit, first=FIRST)
+        self._patience = Wait(limit, FIRST, watch)
         self._present: dict[int, socket.socket] = {}
         self._arrivals: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
         self._open = True
@@ -246,6 +269,7 @@ class Visitor:
         more: Mapping[str, object] | None = None,
         hub: Member | None = None,
         hurry: Callable[[], bool] | None = None,
+        watch: Callable[[], object] = lambda: None,
     ) -> None:
         """`more` is sent with the hello.
 
@@ -258,7 +282,7 @@ class Visitor:
         self._more = dict(more or {})
         self._secret = secret
         self._limit = limit
-        self._patience = Wait(limit, first=FIRST)
+        self._patience = Wait(limit, FIRST, watch)
         self._refusals = 0
         #: the ranks of this generation's members, and its number, once the chief has sent them
         self.present: list[int] = []

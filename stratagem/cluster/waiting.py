@@ -27,9 +27,13 @@ _Line = TypeVar("_Line", bound=_Closes)
 
 
 class Wait:
-    """A wait with a limit, and times to log: at the seconds of `first`, then every EVERY."""
+    """A wait with a limit, and times to log: at the seconds of `first`, then every EVERY. Then
+    `watch` is called, too, and may raise."""
 
-    def __init__(self, limit: float, first: Sequence[float]) -> None:
+    def __init__(
+        self, limit: float, first: Sequence[float], watch: Callable[[], object] = lambda: None
+    ) -> None:
+        self.watch = watch
         self._start = time.monotonic()
         self._limit = limit
         self._first = list(first)
@@ -110,6 +114,7 @@ def say_missing(missing: Sequence[Member], patience: Wait) -> None:
     """Log the missing members, when it is time to."""
     if missing and patience.due():
         log.warning("waiting for %s, %.0f s", _places(missing), patience.waited)
+        patience.watch()
 
 
 def missing_error(missing: Sequence[Member], waited: float, why: str = "") -> ReplicaMissing:

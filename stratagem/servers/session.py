@@ -67,6 +67,12 @@ class Session:
         `look`: the call and a fingerprint of its inputs, where every worker calls by itself.
         `resumes`: the training goes back to a checkpoint if a server is lost."""
         _end_prepared(worker, module)
+        if look is not None:
+            settings: Look = {
+                "updates of the strategy": repr(served.updates),
+                "wire of the strategy": repr(wire or "float32"),
+            }
+            look = look[0], look[1] | settings
         self.told, self._look, self._resumes = told, look, resumes
         self.worker, self.module, self.optimizer = worker, module, optimizer
         self._clip = clip

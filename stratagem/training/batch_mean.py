@@ -41,12 +41,14 @@ def _weight(
     trained = reader.trained.weight(value) if reader is not None and count is None else None
     if trained is not None:
         return trained
+    is_marked = False
     if isinstance(value, Tensor) and value.grad_fn is not None and replica.count > 1:
-        shares_of(replica).find([value])
+        is_marked = shares_of(replica).find([value])
     weight = float(share.weight)
     if count is not None:
         return float(count) if weight else 0.0, False
-    if not share.announced and replica.loop.uneven:
+    behind = not share.announced or (replica.loop.inner_over and not is_marked)
+    if behind and replica.loop.uneven:
         raise UsageError(
             "strategy.mean comes after the end of a loader whose shares differ in size, so it is "
             "not known how many rows this value is of. Call it in the loop, for each batch, or "

@@ -143,8 +143,8 @@ class BatchShares:
         known += (each for each in perhaps if each not in known)
         return Found(None, known)
 
-    def find(self, losses: Sequence[Tensor]) -> None:
-        """Put the share of these losses' batch in force."""
+    def find(self, losses: Sequence[Tensor]) -> bool:
+        """Put the share of these losses' batch in force; return whether they carry it."""
         self.is_sure = True
         if not self._handles and not any(map(len, self._graphs.values())):
             self._graphs = {}
@@ -153,7 +153,7 @@ class BatchShares:
             ):  # the loop keeps batches
                 self.is_sure = False
                 self._look()
-            return
+            return False
         sizes = [size for size, graphs in self._graphs.items() if graphs]
         if len(sizes) > 1 or self._unseen.difference(sizes):
             sizes, bare = _below(losses)
@@ -168,6 +168,7 @@ class BatchShares:
         if size is None or None in sizes:
             raise NotDistributable(SEVERAL)
         self._force(size)
+        return bool(sizes)
 
     def part_of_latest(self) -> float:
         """With servers: what a loss is multiplied by, since a push weighs as its latest batch."""

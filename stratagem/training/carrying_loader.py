@@ -20,14 +20,17 @@ class CarryingLoader(LoaderWrapper):
     def __iter__(self) -> Any:
         batches, this_pass = shares_of(self._replica), object()
         share, count, uneven, number = self._replica.share, self._replica.count, False, 0
+        loop = self._replica.loop
         before = batches.latest if self._nested else None
         try:
             for batch in self.loader:
                 batches.fetched(batch, this_pass)
                 number += 1
                 uneven = uneven or share.total % count > 0
+                loop.inner_over = False
                 yield batch
-            batches.latest, self._replica.loop.uneven = before, uneven
+            batches.latest, loop.inner_over = before, before is not None
+            loop.uneven = uneven or (loop.inner_over and share.total % count > 0)
         finally:
             batches.latest = before or batches.latest
             batches.end(this_pass, 0 if self._nested else number)

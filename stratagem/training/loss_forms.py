@@ -23,6 +23,7 @@ from stratagem.training.loss_reading import REMEDY
 from stratagem.training.loss_terms import TOLERANCE, Term
 from stratagem.training.loss_weights import chain, weights_on
 from stratagem.training.replica import Share
+from stratagem.training.row_axis import RowAxis
 
 _FORMS = 64  # kept at most: numbers may change at every step
 
@@ -75,6 +76,7 @@ class LossForms:
                 self._marks[form] = mark
         if share.examples < share.total:
             self._refuse_divisors(terms, share, now)
+            _refuse_parts(terms, share.examples)
         if constants and now.looks:
             self._refuse_constants(constants, terms, share)
             mark = (mark + _hash_of(repr([_value_of(each) for each in constants]))) % 1
@@ -191,6 +193,24 @@ def _is_own_count(term: Term, rows: int, total: int, *, alike: bool) -> bool:
             added = float(each.sum())
             counts += [added, added * prod(sizes) / each.numel()]
     return any(isclose(term.divisor, count, rel_tol=1e-4, abs_tol=1e-4) for count in counts)
+
+
+def _refuse_parts(terms: Sequence[Term], rows: int) -> None:
+    """Refuse a mean over a part of the rows, unless it is multiplied by that part of them."""
+    for term in terms:
+        if term.kind == "mean" and not term.picked and term.full < rows:
+            times, by = term.numbers
+            if isclose(times / by, term.full / rows, rel_tol=TOLERANCE):
+                continue
+            values = (each for each in chain(term.node) if not RowAxis(rows).is_fixed(each))
+            if not any(rows in each._input_metadata[0].shape[:1] for each in values):
+                raise NotDistributable(
+                    f"multiply the loss of a part of the rows by that part (loss * len(part) / "
+                    f"len(x)), or give the model all rows at once: this loss is a mean over "
+                    f"{term.full} of the {rows} rows here, and one device has other parts, so that "
+                    "the gradients of several backward() do not add up to its. Or call "
+                    "strategy.backward(loss, count=len(part))."
+                )
 
 
 def _hash_of(text: str) -> float:

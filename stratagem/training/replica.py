@@ -73,6 +73,8 @@ class LoopState:
     cuts: int = 0
     #: whether shares of the loader that ended last differed in size
     uneven: bool = False
+    #: whether a loader has ended within the loop of another since that yielded its latest batch
+    inner_over: bool = False
     #: a loader that was read without a model: rows here, rows in all, and by then: `combined`,
     #: batches fetched, backward passes
     unsummed: tuple[int, int, int, int, int] | None = None
@@ -82,7 +84,7 @@ class LoopState:
     def begin(self) -> None:
         """Begin a call of `strategy.run`: nothing is prepared."""
         self.reader, self.batches, self.keepers = None, None, []
-        self.uneven = False
+        self.uneven = self.inner_over = False
         self.cuts = 0
         self.warned.discard("apart")
 

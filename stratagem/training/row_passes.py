@@ -59,14 +59,16 @@ class RowPasses:
         #: passes that were added up, and the version of a weight at the latest of them
         self._added = 0
         self._version: int | None = None
-        #: what a single row looks like: what it is a view of, and its shape
+        #: the shapes of all rows; what a single row looks like: what it is a view of, and its shape
+        self._whole = {each.shape for each in tensors_in(rows) if each.dim()}
         self._single = {(id(each._base), each.shape[1:]) for each in tensors_in(rows) if each.dim()}
         self._all_rows = self._one_row = False
 
     def enter(self, inputs: Sequence[Any], *, whole: bool) -> None:
-        """Note what a forward pass has: tensors of all rows, as they were cut, or a single row."""
-        self._all_rows |= whole
+        """Note what a forward pass has: tensors of all rows, as they were cut or as large as that,
+        or a single row."""
         tensors = [each for each in inputs if isinstance(each, Tensor)]
+        self._all_rows |= whole or any(each.shape in self._whole for each in tensors)
         views = [each for each in tensors if each._base is not None]
         self._one_row |= any((id(each._base), each.shape) in self._single for each in views)
 

@@ -322,6 +322,31 @@ def number_behind(on: sg.Strategy, rows: int, by_rows: bool) -> float:
     return on.mean(value, count=total[1]) if by_rows else on.mean(value)
 
 
+def test_a_mean_behind_a_loader_within_a_loop_needs_a_count(two: sg.MirroredStrategy) -> None:
+    def validated(rows: int, *, in_loop: bool) -> list[float]:
+        found, model = [], mlp()
+        model, optimizer, train = two.prepare(
+            model, sgd(model), DataLoader(TensorDataset(*data(8)), batch_size=8)
+        )
+        test = two.prepare(DataLoader(TensorDataset(data(rows)[0]), batch_size=rows))
+        for a, b in train:
+            loss = F.cross_entropy(model(a), b)
+            loss.backward()
+            optimizer.step()
+            for (c,) in test:
+                value = c[:, 0].mean()
+                found += [two.mean(value)] if in_loop else []
+            found += [] if in_loop else [two.mean(value)]
+            found.append(two.mean(loss))
+        return found
+
+    for rows, in_loop in ((8, False), (5, True)):
+        for found in two.run(lambda: validated(rows, in_loop=in_loop)):  # noqa: B023
+            assert found[0] == pytest.approx(float(data(rows)[0][:, 0].mean()), abs=1e-6)
+    with pytest.raises(sg.UsageError, match=r"say strategy\.mean\(value, count=n\)"):
+        two.run(lambda: validated(5, in_loop=False))
+
+
 def test_a_mean_behind_a_loader_needs_a_count_where_shares_differ(
     two: sg.MirroredStrategy,
 ) -> None:

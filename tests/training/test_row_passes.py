@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import stratagem as sg
 from tests.support import distance, mlp, moved, strategy
@@ -145,3 +147,59 @@ def test_a_mean_over_tasks_is_told_of_tasks() -> None:
     words = r"tokens or tasks.*mean over tasks: strategy\.backward\(loss, count=tasks\)"
     with pytest.raises((sg.NotDistributable, sg.ReplicaFailed), match=words):
         on.run(train)
+
+
+def in_parts(
+    on: sg.Strategy | None, parts: Callable[[Tensor], Sequence[Tensor]], by: str
+) -> nn.Module:
+    """A backward pass for each part of a loader's batch."""
+    dice = torch.Generator().manual_seed(4)
+    x, y = torch.randn(32, 6, generator=dice), torch.randint(0, 4, (32,), generator=dice)
+    model = mlp()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=16)
+    if on is not None:
+        model, optimizer, loader = on.prepare(model, optimizer, loader)
+    for a, b in loader:
+        for c, d in zip(parts(a), parts(b), strict=True):
+            weight = {"number": len(parts(x[:16])), "share": len(a) / len(c)}[by]
+            (F.cross_entropy(model(c), d) / weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_passes_over_parts_of_a_batch_are_exact_or_refused(two: sg.MirroredStrategy) -> None:
+    two_rows = lambda rows: rows.split(2)  # noqa: E731
+    four_parts = lambda rows: rows.chunk(4)  # noqa: E731
+    for parts, by in ((two_rows, "share"), (four_parts, "share"), (four_parts, "number")):
+        expected = in_parts(None, parts, by)
+        assert moved(expected, mlp())
+        for trained in two.run(in_parts, two, parts, by):
+            assert distance(trained, expected) < 1e-6
+    with pytest.raises(sg.NotDistributable, match=r"by that part \(loss \* len\(part\) / len\(x\)"):
+        two.run(in_parts, two, two_rows, "number")
+
+
+def adversarial(on: sg.Strategy | None) -> nn.Module:
+    """Two passes of a discriminator, over rows that the loop has changed."""
+    torch.manual_seed(1)
+    model = nn.Linear(6, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if on is not None:
+        model, optimizer, _ = on.prepare(model, optimizer)
+    real, false = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(2))
+    for i in (0, 4):
+        rows = real[i : i + 4], false[i : i + 4]
+        for z, label in zip(rows if on is None else on.rows(rows), (1.0, 0.0), strict=True):
+            out = model(z / 2)
+            F.binary_cross_entropy_with_logits(out, torch.full_like(out, label)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def test_as_many_passes_as_rows_over_changed_rows_are_right(two: sg.MirroredStrategy) -> None:
+    expected = adversarial(None)
+    for trained in two.run(adversarial, two):
+        assert distance(trained, expected) < 1e-6
