@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
@@ -110,11 +111,7 @@ class ServerStrategy(Strategy):
     def mean(self, value: Any, *, count: Any = None) -> float:
         """Refuse a mean over workers, which do not wait for each other, if there are servers."""
         if self.settings.served is not None:
-            raise UsageError(
-                "with parameter servers workers do not meet at each batch, so there is no mean "
-                "over all of them; sg.Model's fit reports the loss of the epoch, and the chief's "
-                "settings (its learning rate) count for all."
-            )
+            raise UsageError(sentence("servers", "mean of a loop"))
         return super().mean(value, count=count)
 
     def _devices_here(self) -> int:
