@@ -75,17 +75,9 @@ class ServerStrategy(Strategy):
             )
         refuse_wrapped(model, optimizer, loader)
         if resume is not None:
-            raise UsageError(
-                "with parameter servers workers do not meet between two batches, so a custom loop "
-                "cannot be saved there; use sg.Model and fit(..., checkpoint=..., resume=True), or "
-                "a mirrored strategy."
-            )
+            raise UsageError(sentence("servers", "resume of a loop"))
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
-            raise UsageError(
-                "with parameter servers prepare takes the model, its optimizer and the loader that "
-                "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
-                "loader)."
-            )
+            raise UsageError(sentence("servers", "a second loader"))
         if self._devices_here() > 1 and called_replica() is None:
             raise UsageError(
                 f"this worker has {self._devices_here()} devices, and your loop runs on one of "
@@ -102,10 +94,7 @@ class ServerStrategy(Strategy):
     def rows(self, batch: Any) -> Any:
         """Refuse to cut batches if servers deal them out."""
         if self.settings.served is not None:
-            raise UsageError(
-                "with parameter servers the prepared loader deals batches out, so there are no "
-                "rows to take; loop over the loader that strategy.prepare returned."
-            )
+            raise UsageError(sentence("servers", "rows of a loop"))
         return super().rows(batch)
 
     def mean(self, value: Any, *, count: Any = None) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.training import fingerprint
@@ -41,10 +42,7 @@ def prepare_led(
             "loop, and change learning rates in optimizer.param_groups."
         )
     if _led:
-        raise NotDistributable(
-            "processes that have one model together have one in a loop of your own, and this is "
-            "the second; call it from the first one's forward, or use a MirroredStrategy."
-        )
+        raise NotDistributable(sentence("one copy", "several models in a loop"))
     if current_call() is None:
         raise UsageError(
             "a loop over processes that have one model together runs on the first of them, which "
@@ -78,7 +76,7 @@ def _check(settings: Settings, optimizer: Optimizer) -> None:
     """Refuse settings and optimizers that a custom loop cannot use."""
     pipeline = settings.pipeline
     if pipeline is None:
-        check_elementwise(optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
+        check_elementwise(optimizer, "divided")
         return
     if pipeline.columns is not None:
         raise NotDistributable(

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.data.loader import LoaderWrapper
 from stratagem.data.passes import PassJournal, batch_size_of, dice_of
 from stratagem.data.streams import generator_states
@@ -218,11 +219,7 @@ class LoopCheckpoints:
     def begin_pass(self) -> None:
         """Begin a pass over the loader, one for each epoch."""
         if not self._open or self._passed:
-            raise UsageError(
-                "a loader that was prepared with resume=..., or with elastic=True, is read once in "
-                "each epoch of `for epoch in loader.epochs(n):`, so that it is known where to go "
-                "on. To look at its data besides, prepare another loader."
-            )
+            raise UsageError(sentence("elastic", "a loader broken off"))
         self._passed = self._fresh = True
 
     def give(self) -> None:

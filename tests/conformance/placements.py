@@ -35,27 +35,38 @@ def _served() -> sg.Strategy:
 
 
 PLACEMENTS = {
-    "mirrored 2": Placement(lambda: sg.MirroredStrategy(cpus(2)), 2, ("mirrored",), quick="all"),
+    "mirrored 2": Placement(
+        lambda: sg.MirroredStrategy(cpus(2), sync_batchnorm=True), 2, ("replicas",), quick="all"
+    ),
     "mirrored 3": Placement(
-        lambda: sg.MirroredStrategy(cpus(3), cross_device_ops="ring"),
+        lambda: sg.MirroredStrategy(cpus(3), cross_device_ops="ring", sync_batchnorm=True),
         3,
-        ("mirrored",),
+        ("replicas",),
         quick="all",
     ),
     "servers 2": Placement(_served, 2, ("servers",), quick="all", tickets=True),
-    "central 2": Placement(lambda: sg.CentralStorageStrategy(cpus(2)), 2, ("mirrored",)),
+    "central 2": Placement(lambda: sg.CentralStorageStrategy(cpus(2)), 2, ("replicas",)),
     "averaged 2": Placement(
-        lambda: sg.MirroredStrategy(cpus(2), sync=sg.LocalSteps(1)), 2, ("averaged",)
+        lambda: sg.MirroredStrategy(cpus(2), sync=sg.LocalSteps(1)), 2, ("averaged", "replicas")
     ),
-    "elastic 2": Placement(lambda: sg.MirroredStrategy(cpus(2), elastic=True), 2, ("elastic",)),
+    "elastic 2": Placement(
+        lambda: sg.MirroredStrategy(cpus(2), elastic=True, sync_batchnorm=True),
+        2,
+        ("elastic", "replicas"),
+    ),
     "sharded 2": Placement(
-        lambda: sg.ShardedStrategy(cpus(2)), 2, ("sharded",), dtype=torch.float32
+        lambda: sg.ShardedStrategy(cpus(2), sync_batchnorm=True),
+        2,
+        ("sharded", "replicas"),
+        dtype=torch.float32,
     ),
     "stages 2": Placement(
-        lambda: sg.PipelineStrategy(cpus(2), microbatches=2), 2, ("stages",), "layers"
+        lambda: sg.PipelineStrategy(cpus(2), microbatches=2), 2, ("stages", "one copy"), "layers"
     ),
-    "divided 2": Placement(lambda: sg.TensorParallelStrategy(cpus(2)), 2, ("divided",), "parts"),
+    "divided 2": Placement(
+        lambda: sg.TensorParallelStrategy(cpus(2)), 2, ("divided", "one copy"), "parts"
+    ),
     "mesh 2x2": Placement(
-        lambda: sg.Mesh(2, 2, microbatches=2), 4, ("mesh", "stages"), "layers", "none"
+        lambda: sg.Mesh(2, 2, microbatches=2), 4, ("mesh", "stages", "one copy"), "layers", "none"
     ),
 }

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.frontends.keras import model_pickle
@@ -82,11 +83,7 @@ class OnServers:
     def start(self, call: Call) -> Any:
         driver, model = self._driver, self._driver.model
         if len(_stepping(model)) > 1:
-            raise NotDistributable(
-                "the model has several optimizers, or one inside of another (LossScaleOptimizer, "
-                "made by mixed_float16), and parameter servers run a single one; use "
-                "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
-            )
+            raise NotDistributable(sentence("servers", "several optimizers"))
         if model.compiled:
             refuse(model)
         if call.name == "fit":
@@ -193,10 +190,7 @@ class OnServers:
 
     def send_attributes(self, changes: list[Any]) -> None:
         if trainable(self._driver.model) != self.training.session.told["trainable"]:
-            raise UsageError(
-                "what is trainable was changed while the model trains, which the servers "
-                "cannot follow; change it between two calls of fit."
-            )
+            raise UsageError(sentence("servers", "what is trainable changed"))
         self.training.announce("attributes", changes)
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter
 from stratagem.frontends.keras.driver import Driver
@@ -216,9 +217,7 @@ class ServerTraining:
         states = own_states(self._adapter.model) if self.session.plan.in_step else []
         for path in (v.path for v in states if v.value is tensor):
             raise NotDistributable(
-                f"train_step set {path!r} from the rows of the batch, of which each worker has "
-                "others; use a MirroredStrategy, which takes the mean over rows after each step, "
-                "keep such numbers in a metric (keras.metrics), or use one worker."
+                sentence("servers", "a variable assigned in a step", variable=path)
             )
 
     def announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:
