@@ -201,6 +201,10 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "one copy": {
+        "a model prepared again": (
+            "call prepare once, before the loop, and change learning rates in "
+            "optimizer.param_groups: this model is prepared already, with its optimizer."
+        ),
         "several models in a loop": (
             "call the second model from the first one's forward, or use a MirroredStrategy: "
             "processes that have one model together have one in a loop of your own."
@@ -267,6 +271,15 @@ TABLE: dict[str, dict[str, str]] = {
             "MirroredStrategy or updates=sg.Asynchronous(). Gradients were changed between "
             "backward() and optimizer.step(), but in step each of {parts} workers has the gradient "
             "of its part of the batch."
+        ),
+        "batches fetched ahead": (
+            "loop over the prepared loader itself, with one optimizer.step() for each batch: it "
+            "was called outside of that loop, or a second time for one batch, and gradients belong "
+            "to a batch that was dealt."
+        ),
+        "optimizer state read in a loop": (
+            "call optimizer.state_dict() after optimizer.step() and before optimizer.state is "
+            "read: the state is on the servers, which have gone on, and that fetches it."
         ),
         "weights written in a loop": (
             "write weights between two epochs, and step only with the optimizer that "

@@ -37,10 +37,7 @@ def prepare_led(
     """Return to the loop on the first process; serve it on all other processes. Collective."""
     _check(settings, optimizer)
     if any(prepared is model for prepared, _ in _led):
-        raise UsageError(
-            "this model is prepared already, with its optimizer; call prepare once, before the "
-            "loop, and change learning rates in optimizer.param_groups."
-        )
+        raise UsageError(sentence("one copy", "a model prepared again"))
     if _led:
         raise NotDistributable(sentence("one copy", "several models in a loop"))
     if current_call() is None:

@@ -208,7 +208,7 @@ def _(on: OneDevice) -> Result:
     return model.state_dict()
 
 
-@case("batches without a loader", needs=["rows of a loop"])
+@case("batches without a loader", needs=["a model without a loader", "rows of a loop"])
 def _(on: OneDevice) -> Result:
     model, (x, y) = on.net(), on.data()
     model, optimizer, _ = on.prepare(model, sgd(model), None)
@@ -260,7 +260,7 @@ def _(on: OneDevice) -> Result:
     return model.state_dict()
 
 
-@case("batches fetched ahead")
+@case("batches fetched ahead", needs=["batches fetched ahead"])
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())
@@ -813,7 +813,11 @@ def _(on: OneDevice) -> Result:
     return model.state_dict()
 
 
-@case("optimizer state read and written", linear=False, needs=["optimizer state written in a loop"])
+@case(
+    "optimizer state read and written",
+    linear=False,
+    needs=["optimizer state read in a loop", "optimizer state written in a loop"],
+)
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())
@@ -885,7 +889,7 @@ def _(on: OneDevice) -> Result:
     "another optimizer in mid-training",
     tolerance=ADAPTIVE,
     linear=False,
-    needs=["several models in a loop"],
+    needs=["a model prepared again", "several models in a loop"],
 )
 def _(on: OneDevice) -> Result:
     model = on.net()
