@@ -54,6 +54,10 @@ TABLE: dict[str, dict[str, str]] = {
             "give elastic=True arrays, a dataset, a DataLoader or a list of batches: the data is a "
             "generator, which cannot give a batch again when a replica dies."
         ),
+        "a model without a loader": (
+            "give prepare(..., resume=...), or prepare with elastic=True, the DataLoader that is "
+            "trained on: it counts the batches, and goes on with the next one."
+        ),
         "several models in a loop": (
             "put several models into one nn.ModuleList with one optimizer, or leave elastic out: "
             "with elastic=True a function prepares one model, whose loader counts the batches."
@@ -104,7 +108,7 @@ TABLE: dict[str, dict[str, str]] = {
             "use one of keras.optimizers: a replica of ShardedStrategy steps the optimizer on its "
             "own variables, and {optimizer} is not one of Keras' own."
         ),
-        "weights written in a loop": (
+        "weights written outside of steps": (
             "load weights before prepare, leave changes to the optimizer, or use MirroredStrategy: "
             "weights were written outside of the prepared optimizer's step(), and replicas of "
             "ShardedStrategy share them, so that each would write once more."

@@ -74,10 +74,7 @@ def resumable(
 def check_loader(loader: Any) -> None:
     """Refuse a resumable loop without a DataLoader, which counts the batches."""
     if not isinstance(loader, DataLoader):
-        raise UsageError(
-            "prepare(..., resume=...), or with elastic=True, needs the DataLoader that is trained "
-            "on: it counts the batches, and goes on with the next one."
-        )
+        raise UsageError(sentence("elastic", "a model without a loader"))
 
 
 class ResumableLoader(LoaderWrapper):

@@ -185,7 +185,7 @@ class SharedUpdate:
     def check(self) -> None:
         """Refuse weights that were written since the last step."""
         if self._watch.written():
-            raise NotDistributable(sentence("sharded", "weights written in a loop"))
+            raise NotDistributable(sentence("sharded", "weights written outside of steps"))
 
     def _values(self) -> list[Any]:
         state = self._optimizer.state

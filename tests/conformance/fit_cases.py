@@ -271,7 +271,7 @@ def _(dtype: torch.dtype) -> Training:
 
 @case("fewer rows than replicas", borrows=True)
 def _(dtype: torch.dtype) -> Training:
-    return Training(net(dtype), *data(dtype, 10), batch=3)
+    return Training(net(dtype), *data(dtype, 11), batch=3)
 
 
 @case("batches from a generator", needs=["a generator"])

@@ -87,7 +87,7 @@ def _() -> Training:
 
 @case("fewer rows than replicas", tolerance=TIGHT, borrows=True)
 def _() -> Training:
-    return Training(net(), *data(10), fit={"batch_size": 3})
+    return Training(net(), *data(11), fit={"batch_size": 3})
 
 
 @case("batches from a generator", tolerance=TIGHT)

@@ -19,6 +19,8 @@ from tests.conformance.placements import PLACEMENTS
 
 case = Cases()
 BATCH = 8
+#: in a loop's body, and between two epochs
+WRITES = ["weights written in a loop", "weights written outside of steps"]
 BY_TURN = {"servers 2": "the order in which workers take parts decides which masks they draw"}
 
 
@@ -160,7 +162,7 @@ def _(on: OneDevice) -> Result:
 @case("fewer rows than replicas", borrows=True)
 def _(on: OneDevice) -> Result:
     model = on.net()
-    model, optimizer, loader = on.prepare(model, sgd(model), on.loader(*on.data(10), batch=3))
+    model, optimizer, loader = on.prepare(model, sgd(model), on.loader(*on.data(11), batch=3))
     train(on, model, optimizer, loader)
     return model.state_dict()
 
@@ -630,7 +632,7 @@ def _(on: OneDevice) -> Result:
     "a GAN with an averaged copy",
     tolerance=ADAPTIVE,
     linear=False,
-    needs=["several models in a loop", "a model without a loader"],
+    needs=["a model without a loader", "several models in a loop"],
 )
 def _(on: OneDevice) -> Result:
     made, judge = on.net(nn.Linear(2, 5)), on.net(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
@@ -798,7 +800,7 @@ def _(on: OneDevice) -> Result:
     return model.state_dict() | plain(target.state_dict(), "target ")
 
 
-@case("weights clamped between steps", linear=False, needs=["weights written in a loop"])
+@case("weights clamped between steps", linear=False, needs=WRITES)
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())
@@ -835,7 +837,7 @@ def _(on: OneDevice) -> Result:
     return found | model.state_dict()
 
 
-@case("an update by hand", linear=False, needs=["weights written in a loop"])
+@case("an update by hand", linear=False, needs=WRITES)
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())
@@ -849,7 +851,7 @@ def _(on: OneDevice) -> Result:
     return model.state_dict()
 
 
-@case("SAM", linear=False, needs=["weights written in a loop"])
+@case("SAM", linear=False, needs=WRITES)
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())
@@ -901,7 +903,7 @@ def _(on: OneDevice) -> Result:
     return model.state_dict()
 
 
-@case("load_state_dict in mid-training", needs=["weights loaded in a loop"])
+@case("load_state_dict in mid-training", needs=WRITES[1:])
 def _(on: OneDevice) -> Result:
     model = on.net()
     model, optimizer, loader = on.prepare(model, sgd(model), on.loader())

@@ -24,6 +24,7 @@ class Placement:
     divides: str = "rows"
     #: which cases `make test` runs: "all", every third ("some"), or "none"
     quick: str = "some"
+    #: CPU replicas of one machine update slices of float32 parameters, and whole ones of others
     dtype: torch.dtype = torch.float64
     #: whether the loop is a ticket loop, in which nothing but the model is known to all
     tickets: bool = False
@@ -36,7 +37,11 @@ def _served() -> sg.Strategy:
 
 PLACEMENTS = {
     "mirrored 2": Placement(
-        lambda: sg.MirroredStrategy(cpus(2), sync_batchnorm=True), 2, ("replicas",), quick="all"
+        lambda: sg.MirroredStrategy(cpus(2), sync_batchnorm=True),
+        2,
+        ("replicas",),
+        quick="all",
+        dtype=torch.float32,
     ),
     "mirrored 3": Placement(
         lambda: sg.MirroredStrategy(cpus(3), cross_device_ops="ring", sync_batchnorm=True),
@@ -45,7 +50,9 @@ PLACEMENTS = {
         quick="all",
     ),
     "servers 2": Placement(_served, 2, ("servers",), quick="all", tickets=True),
-    "central 2": Placement(lambda: sg.CentralStorageStrategy(cpus(2)), 2, ("replicas",)),
+    "central 2": Placement(
+        lambda: sg.CentralStorageStrategy(cpus(2)), 2, ("replicas",), dtype=torch.float32
+    ),
     "averaged 2": Placement(
         lambda: sg.MirroredStrategy(cpus(2), sync=sg.LocalSteps(1)), 2, ("averaged", "replicas")
     ),

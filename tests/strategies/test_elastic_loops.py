@@ -207,7 +207,7 @@ def test_sentences() -> None:
         next(loader.epochs(1))
 
     cases = {
-        without_loader: "needs the DataLoader",
+        without_loader: "the DataLoader that is trained on",
         two_models: "prepares one model",
         without_epochs: r"for epoch in loader\.epochs",
         forgets: r"loader\.remember\(schedule",
