@@ -23,8 +23,10 @@ Read = Callable[[], Any]
 class Watch:
     """Sees every call of a layer in this process, torch's and Keras'."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained: bool = False) -> None:
         self.rows = 0
+        #: whether rows count only where a backward pass may follow
+        self.trained = trained
         #: how to read each layer's weights, and what they were when it was first called
         self.first: dict[int, list[tuple[Read, Tensor]]] = {}
         self.ends: list[Callable[[], None]] = []
@@ -54,7 +56,8 @@ class Watch:
         self._called(module, args, [partial(getattr, module, name) for name in names])
 
     def _called(self, layer: Any, args: Any, reads: list[Read]) -> None:
-        self.rows += _rows(args)
+        if torch.is_grad_enabled() or not self.trained:
+            self.rows += _rows(args)
         if id(layer) in self.first:
             return
         weights = [read() for read in reads]
@@ -97,11 +100,11 @@ def _rows(args: Iterable[Any]) -> int:
 _watch: Watch | None = None
 
 
-def _begin() -> None:
+def _begin(trained: bool = False) -> None:
     global _watch
     if _watch is not None:
         _watch.end()
-    _watch = Watch()
+    _watch = Watch(trained)
 
 
 def _end() -> tuple[int, float]:
@@ -121,13 +124,18 @@ class Work:
     moved: float
 
 
-def watched(play: Callable[[], T], where: sg.Strategy | None = None) -> tuple[T, Work]:
-    """What `play` returned, and what it took on this process or on each one of the strategy."""
+def watched(
+    play: Callable[[], T], where: sg.Strategy | None = None, *, trained: bool = False
+) -> tuple[T, Work]:
+    """What `play` returned, and what it took on this process or on each one of the strategy.
+
+    trained: count rows only where a backward pass may follow, as in a training's forward passes.
+    """
 
     def everywhere(function: Callable[[], Any]) -> list[Any]:
         return [function()] if where is None else where.run(function)
 
-    everywhere(_begin)
+    everywhere(partial(_begin, trained))
     try:
         result = play()
     except BaseException:

@@ -20,6 +20,7 @@ from tests.sources import ROOT, nodes
 
 FLOORS = {
     "errors": 0,
+    "capabilities": 0,
     "arguments": 1,
     "tracebacks": 1,
     "cluster": 1,

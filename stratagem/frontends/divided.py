@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import Training
@@ -38,16 +39,10 @@ def check(job: Fit, devices: int) -> None:
     recipe, tensor = job.recipe, job.settings.tensor
     assert tensor is not None
     if recipe.autocast is torch.float16:
-        raise NotDistributable(
-            'processes that divide layers have no gradient scaler, so precision="float16" cannot '
-            'be used; precision="bfloat16" needs none.'
-        )
+        raise NotDistributable(sentence("divided", "float16"))
     if recipe.jit_compile:
-        raise NotDistributable(
-            "processes that divide layers run them one by one, so jit_compile=True cannot be used; "
-            "leave it out."
-        )
-    check_elementwise(job.optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
+        raise NotDistributable(sentence("divided", "jit_compile"))
+    check_elementwise(job.optimizer, "divided")
     job.module.train()
     check_plan(trace(job.module, job.source.known_input(), OPENED), dict(tensor.plan), devices)
 

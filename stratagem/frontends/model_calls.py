@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, ReplicaLost, StratagemError, UsageError
 from stratagem.figures.recorder import event
 from stratagem.frontends import divided, fit_checkpoints, hooks, replica_fit, server_fit, staged
@@ -171,24 +172,15 @@ def check_fit(job: Fit, strategy: Strategy) -> None:
 def _refuse_with_servers(job: Fit) -> None:
     """Raise for options that parameter servers do not support."""
     if job.recipe.accumulate > 1:
-        raise NotDistributable(
-            "accumulate cannot go with parameter servers, which decide themselves how many "
-            "gradients make an update; use Asynchronous(buffer=...) or a larger batch_size."
-        )
+        raise NotDistributable(sentence("servers", "accumulate"))
     if job.recipe.autocast is torch.float16:
-        raise NotDistributable(
-            'precision="float16" scales gradients in a way that servers do not follow; use '
-            '"bfloat16".'
-        )
+        raise NotDistributable(sentence("servers", "float16"))
 
 
 def refuse_once(strategy: Strategy, *sources: Source | None) -> None:
     """Refuse generators with elastic replicas, which may need a batch a second time."""
     if strategy.settings.elastic and any(each and each.once for each in sources):
-        raise UsageError(
-            "the data is a generator, which cannot give a batch again when a replica dies; "
-            "give elastic=True arrays, a dataset, a DataLoader or a list of batches."
-        )
+        raise UsageError(sentence("elastic", "a generator"))
 
 
 def meets_servers_again(strategy: Strategy) -> bool:

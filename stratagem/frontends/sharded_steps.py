@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import Training
 from stratagem.frontends.recipe import Recipe
@@ -151,7 +152,7 @@ def refuse_undivided(
 ) -> None:
     """Raise if fully_shard, or an optimizer of rows, cannot give the result of one device."""
     refuse_half(recipe)
-    check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")
+    check_elementwise(optimizer, "sharded")
     if recipe.jit_compile:
         raise NotDistributable(
             "jit_compile=True goes with ShardedStrategy on the CPUs of one machine only; leave it "
@@ -159,10 +160,7 @@ def refuse_undivided(
         )
     sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
     if sparse:
-        raise NotDistributable(
-            f"{sparse[0]!r} has sparse gradients, which ShardedStrategy cannot add up; use "
-            "sparse=False."
-        )
+        raise NotDistributable(sentence("replicas", "sparse gradients"))
     if replica.device.type != "cpu" and replica.ops[0] != NcclAllReduce():
         raise NotDistributable(
             "replicas of ShardedStrategy that share a GPU, or mix kinds of devices, cannot divide "
@@ -173,10 +171,7 @@ def refuse_undivided(
 def refuse_half(recipe: Recipe) -> None:
     """Raise for float16, which needs a gradient scaler."""
     if recipe.autocast is torch.float16:
-        raise NotDistributable(
-            'precision="float16" unscales whole gradients, of which a replica of ShardedStrategy '
-            'has a part; use precision="bfloat16", or MirroredStrategy.'
-        )
+        raise NotDistributable(sentence("sharded", "float16"))
 
 
 def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
@@ -186,10 +181,9 @@ def refuse_unshared(module: nn.Module, optimizer: Optimizer, recipe: Recipe) -> 
     for name, param in params.items():
         if param.dtype is not torch.float32:
             raise NotDistributable(
-                f"parameter {name!r} is {param.dtype}, and CPU replicas of ShardedStrategy share "
-                "float32 parameters; use module.float(), or MirroredStrategy."
+                sentence("sharded", "float64", parameter=name, dtype=param.dtype)
             )
-    check_elementwise(optimizer, "a replica of ShardedStrategy", "MirroredStrategy")
+    check_elementwise(optimizer, "sharded")
 
 
 def sharded_step(training: Training, replica: Replica) -> OneDevice:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable
 from stratagem.frontends.adapter import Training
@@ -59,15 +60,9 @@ def check(job: Fit, devices: int) -> None:
     assert pipeline is not None
     devices //= pipeline.data
     if recipe.autocast is torch.float16:
-        raise NotDistributable(
-            'a pipeline has no gradient scaler, so precision="float16" cannot be used; '
-            'precision="bfloat16" needs none.'
-        )
+        raise NotDistributable(sentence("stages", "float16"))
     if recipe.jit_compile:
-        raise NotDistributable(
-            "a pipeline runs the layers of a model one by one, so jit_compile=True cannot be used; "
-            "leave it out."
-        )
+        raise NotDistributable(sentence("stages", "jit_compile"))
     check_optimizer(job.optimizer)
     job.module.train()
     graph = trace(job.module, job.source.known_input())

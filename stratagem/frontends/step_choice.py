@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.adapter import Training
 from stratagem.frontends.apart import Apart
@@ -34,10 +35,7 @@ def choose(training: Training, replica: Replica) -> OneDevice:
     if replica.count == 1:
         return (Searching if searches else OneDevice)(training, replica)
     if searches:
-        raise NotDistributable(
-            "LBFGS evaluates the loss several times a step, which replicas cannot follow; use "
-            "another optimizer, or one device."
-        )
+        raise NotDistributable(sentence("replicas", "LBFGS"))
     if settings.sharded:
         return sharded_step(training, replica)
     plain = settings.wire in (None, "float32") and settings.op != "auto" and not settings.committer

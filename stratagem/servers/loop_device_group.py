@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows, rows_of, share
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.servers.batch_source import read
@@ -152,10 +153,7 @@ class GroupLoader:
     def hand_in(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: drop the gradients, which the first device pushes."""
         if not self._held:
-            raise UsageError(
-                "optimizer.step() was called outside of the loop over the prepared loader, or a "
-                "second time for one batch; gradients belong to a batch that was dealt."
-            )
+            raise UsageError(sentence("servers", "batches fetched ahead"))
         self._held = False
         self._carry.drop()
         for param in self._params:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.data.loader import check_sampler
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.servers.batch_source import say_who_reads
@@ -94,9 +95,7 @@ def _check(model: nn.Module, optimizer: Optimizer, loader: Any) -> None:
     """Refuse models, optimizers and loaders that servers cannot train."""
     if not isinstance(loader, DataLoader):
         raise NotDistributable(
-            f"prepare needs the DataLoader that is trained on, not {type(loader).__name__}: with "
-            "parameter servers its batches are dealt out to whoever is free; where models train "
-            "in turn (a GAN), use MirroredStrategy."
+            sentence("servers", "a model without a loader", loader=type(loader).__name__)
         )
     check_sampler(loader)
     _check_optimizer(model, optimizer)
@@ -110,9 +109,7 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     missing = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if missing:
         raise NotDistributable(
-            f"{len(missing)} trainable parameters of the model are not in the optimizer "
-            f"({missing[0]} is one), and servers run one optimizer for all; put every parameter "
-            "into it, in groups if they differ, or freeze them with requires_grad_(False)."
+            sentence("servers", "parameters added in a loop", count=len(missing), first=missing[0])
         )
     hooks = optimizer._optimizer_step_post_hooks.values()
     if any(getattr(hook, "__func__", None) is not TicketLoader.give_back for hook in hooks):

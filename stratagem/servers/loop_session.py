@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.servers.session import Session
 from stratagem.state.change_tracker import KeptState, TensorTracker
@@ -48,13 +49,7 @@ class LoopSession(Session):
             grad = param.grad
             made, version = self._made.get(index, (None, 0))
             if grad is not None and (grad is not made or grad._version != version):
-                raise NotDistributable(
-                    "gradients were changed between backward() and optimizer.step(), but in step "
-                    f"each of {self.plan.parts} workers has the gradient of its part of the batch. "
-                    "To clip, use sg.Model with compile(clip_norm=...); to mask or scale, multiply "
-                    "the loss or hook the parameters, param.register_hook(lambda g: g * mask); for "
-                    "all else MirroredStrategy or updates=sg.Asynchronous()."
-                )
+                raise NotDistributable(sentence("servers", "clip in a loop", parts=self.plan.parts))
 
     def forget_gradients(self) -> None:
         super().forget_gradients()
@@ -126,19 +121,12 @@ class LoopWrites:
     def check_weights(self) -> None:
         """Refuse weights that were written in the loop."""
         if self._weights.changes():
-            raise NotDistributable(
-                "weights were written in the loop, by it or by an optimizer that was not prepared, "
-                "and servers do not see that; write them between two epochs, and step only with "
-                "the optimizer that strategy.prepare returned."
-            )
+            raise NotDistributable(sentence("servers", "weights written in a loop"))
 
     def check_state(self) -> None:
         """Refuse an optimizer's state that was changed in the loop."""
         if self._session.worker.is_chief and self._state.changes():
-            raise NotDistributable(
-                "the optimizer's state was changed in the loop, and the servers, which have it, "
-                "have gone on meanwhile; change it between two epochs."
-            )
+            raise NotDistributable(sentence("servers", "optimizer state written in a loop"))
 
     def remove(self) -> None:
         """Give the optimizer a plain state again."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import count_rows
 from stratagem.errors import NotDistributable, ReplicaError, UsageError
 from stratagem.figures.meter import METER
@@ -259,10 +260,7 @@ class TicketLoader:
                 "would get them scaled; leave the scaler out and use bfloat16."
             )
         if self._held is None:
-            raise UsageError(
-                "optimizer.step() was called outside of the loop over the prepared loader, or a "
-                "second time for one batch; gradients belong to a batch that this worker was dealt."
-            )
+            raise UsageError(sentence("servers", "batches fetched ahead"))
         self._writes.check_weights()
         ticket, examples = self._held
         self._held = None

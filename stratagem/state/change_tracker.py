@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 
 #: the number of an object, the name of its attribute, and the new value
@@ -260,10 +261,7 @@ def _shown(name: str) -> Callable[..., Any]:
 
     def read(state: _State, *args: Any) -> Any:
         if state.stale:
-            raise NotDistributable(
-                "call optimizer.state_dict() after optimizer.step() and before optimizer.state is "
-                "read: the state is on the servers, which have gone on, and that fetches it."
-            )
+            raise NotDistributable(sentence("servers", "optimizer state read in a loop"))
         return plain(state, *args)
 
     return read

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 
 #: optimizers whose parameters may be cut anywhere
@@ -47,13 +48,12 @@ ROW_WISE: tuple[type[Optimizer], ...] = (
 )
 
 
-def check_elementwise(optimizer: Optimizer, who: str, instead: str) -> None:
-    """Refuse an optimizer that may look at whole parameters, of which `who` updates a part."""
+def check_elementwise(optimizer: Optimizer, placement: str) -> None:
+    """Refuse an optimizer that may look at whole parameters, of which a process updates a part."""
     if type(optimizer) not in ELEMENTWISE:
+        name = type(optimizer).__name__
         raise NotDistributable(
-            f"{type(optimizer).__name__} may look at whole parameters, of which {who} updates a "
-            "part; use SGD, AdamW or another of torch's optimizers that treat each element by "
-            f"itself, or {instead}."
+            sentence(placement, "optimizers of whole parameters", optimizer=name)
         )
 
 
@@ -95,10 +95,7 @@ def describe(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> OptimizerR
             "there; use one of torch.optim's own classes."
         )
     if name == "LBFGS":
-        raise NotDistributable(
-            "LBFGS evaluates the loss several times a step, which a parameter server cannot; "
-            "use another optimizer."
-        )
+        raise NotDistributable(sentence("servers", "LBFGS"))
     numbers = {id(param): i for i, param in enumerate(params)}
     groups = []
     for group in optimizer.param_groups:

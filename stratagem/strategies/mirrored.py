@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from stratagem.arguments import by_name
+from stratagem.capabilities import sentence
 from stratagem.cluster.environment import detect
 from stratagem.cluster.spec import Place
 from stratagem.codecs.topk import TopK
@@ -162,10 +163,7 @@ def meeting(settings: Settings, sync: Sync | None) -> Settings:
             'sg.Gossip("ring").'
         )
     if settings.sync_batchnorm:
-        raise UsageError(
-            "sync_batchnorm=True has replicas meet in every layer of every step, and "
-            f"sync={sync!r} keeps them apart; leave one out."
-        )
+        raise UsageError(sentence("averaged", "sync_batchnorm", sync=repr(sync)))
     sync = _with_wire(sync, settings.wire)
     made = partial(LocalUpdates, every=sync, undoes=settings.elastic)
     return replace(settings, wire=None, sync=sync, committer=made)

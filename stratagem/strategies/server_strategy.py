@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous, Updates
@@ -74,18 +75,9 @@ class ServerStrategy(Strategy):
             )
         refuse_wrapped(model, optimizer, loader)
         if resume is not None:
-            raise UsageError(
-                "with parameter servers workers do not meet between two batches, so a custom loop "
-                "cannot be saved there; use sg.Model and fit(..., checkpoint=..., resume=True), or "
-                "a mirrored strategy."
-            )
+            raise UsageError(sentence("servers", "resume of a loop"))
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "param_groups"):
-            raise UsageError(
-                "with parameter servers prepare takes the model, its optimizer and the loader that "
-                "is trained on: model, optimizer, loader = strategy.prepare(model, optimizer, "
-                "loader); for a loop without an optimizer torch.optim.SGD(model.parameters(), "
-                "lr=...) serves, whose step() the servers make."
-            )
+            raise UsageError(sentence("servers", "a second loader"))
         if self._devices_here() > 1 and called_replica() is None:
             raise UsageError(
                 f"this worker has {self._devices_here()} devices, and your loop runs on one of "
@@ -102,20 +94,13 @@ class ServerStrategy(Strategy):
     def rows(self, batch: Any) -> Any:
         """Refuse to cut batches if servers deal them out."""
         if self.settings.served is not None:
-            raise UsageError(
-                "with parameter servers the prepared loader deals batches out, so there are no "
-                "rows to take; loop over the loader that strategy.prepare returned."
-            )
+            raise UsageError(sentence("servers", "rows of a loop"))
         return super().rows(batch)
 
     def mean(self, value: Any, *, count: Any = None) -> float:
         """Refuse a mean over workers, which do not wait for each other, if there are servers."""
         if self.settings.served is not None:
-            raise UsageError(
-                "with parameter servers workers do not meet at each batch, so there is no mean "
-                "over all of them; sg.Model's fit reports the loss of the epoch, and the chief's "
-                "settings (its learning rate) count for all."
-            )
+            raise UsageError(sentence("servers", "mean of a loop"))
         return super().mean(value, count=count)
 
     def barrier(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows, tensors_in, with_tensors
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import TensorTracker
@@ -249,6 +250,8 @@ class DividedPasses(LedLoop):
         """Add this pass' gradient of a part to the whole one; returns whether there was any."""
         index, gradient = self._places[part.param], part.leaf.grad
         home, part.leaf.grad = self._home(part), None
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise NotDistributable(sentence("one copy", "sparse gradients in a loop"))
         if gradient is None:
             if not there[index] and part.division is not None:
                 home.zero_()  # another process may have a part

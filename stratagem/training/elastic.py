@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.cluster.failure import DEPARTURES, Failure
 from stratagem.data.streams import generator_states, set_beside_torch
 from stratagem.errors import ReplicaLost, ReplicaStalled, UsageError
@@ -140,10 +141,7 @@ class LoopJournal:
         if self._prepared is model:
             raise UsageError(PREPARED)
         if self._prepared is not None:
-            raise UsageError(
-                "with elastic=True a function prepares one model, whose loader counts the batches; "
-                "put several into one nn.ModuleList with one optimizer, or leave elastic out."
-            )
+            raise UsageError(sentence("elastic", "several models in a loop"))
         self._prepared = model
         self.steps = self.steps or 0
         self.again.let_join()

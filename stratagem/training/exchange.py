@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stratagem.capabilities import sentence
 from stratagem.codecs.layout import layout
 from stratagem.codecs.reducer import Reducer
 from stratagem.compat.torch_names import after_backward
@@ -130,12 +131,7 @@ class GradientExchange(Keeper):
             return  # the gradient comes in factors
         index = self._index[param]  # type: ignore[index]
         if param.grad.layout != torch.strided:
-            raise NotDistributable(
-                "a parameter has sparse gradients (nn.Embedding(sparse=True)?), which this "
-                "strategy's replicas cannot add up; use sparse=False, or servers, which take them "
-                "from workers of one device each: ParameterServerStrategy, "
-                "CentralStorageStrategy(updates=sg.Asynchronous())."
-            )
+            raise NotDistributable(sentence("replicas", "sparse gradients"))
         self.fired[index] = True
         self.buckets.take(index, param)  # type: ignore[arg-type]
         if self._overlaps:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows_of, tensors_in, with_tensors
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.training.loop_process import (
@@ -145,10 +146,7 @@ class LedLoop(LoopProcess):
         """Run a pass; returns its number, the outputs, and which tensors require a gradient."""
         self._refuse_failed()
         if any(tensor.requires_grad for tensor in tensors_in(x)):
-            raise NotDistributable(
-                "an input of the model requires a gradient, which the other processes do not bring "
-                "back; detach it, or use a MirroredStrategy."
-            )
+            raise NotDistributable(sentence("one copy", "gradients of inputs"))
         self._watch.check()
         self.take_back()
         self._rows = rows_of(x)
@@ -170,11 +168,7 @@ class LedLoop(LoopProcess):
     def lead_backward(self, number: int, grads: Sequence[Tensor | None]) -> None:
         self._refuse_failed()
         if number not in self._passes:
-            raise UsageError(
-                "this output of the model has been through a backward already, and the processes "
-                "keep nothing behind it; add up the losses and call backward once, or call the "
-                "model again."
-            )
+            raise UsageError(sentence("one copy", "a backward for each term"))
         refuse_other_backwards(self._anchor)
         self._watch.check()
         self._failed = True

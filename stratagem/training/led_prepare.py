@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.state.optimizer_recipe import check_elementwise
 from stratagem.training import fingerprint
 from stratagem.training.divided_model import DividedPasses
-from stratagem.training.elastic import PREPARED
 from stratagem.training.led_loop import LedLoop
 from stratagem.training.prepare import Prepared, check_parameters
 from stratagem.training.replica import Replica, alone, current_call, set_called
@@ -37,12 +37,9 @@ def prepare_led(
     """Return to the loop on the first process; serve it on all other processes. Collective."""
     _check(settings, optimizer)
     if any(prepared is model for prepared, _ in _led):
-        raise UsageError(PREPARED)
+        raise UsageError(sentence("one copy", "a model prepared again"))
     if _led:
-        raise NotDistributable(
-            "processes that have one model together have one in a loop of your own, and this is "
-            "the second; call it from the first one's forward, or use a MirroredStrategy."
-        )
+        raise NotDistributable(sentence("one copy", "several models in a loop"))
     if current_call() is None:
         raise UsageError(
             "a loop over processes that have one model together runs on the first of them, which "
@@ -76,7 +73,7 @@ def _check(settings: Settings, optimizer: Optimizer) -> None:
     """Refuse settings and optimizers that a custom loop cannot use."""
     pipeline = settings.pipeline
     if pipeline is None:
-        check_elementwise(optimizer, "a process of TensorParallelStrategy", "a PipelineStrategy")
+        check_elementwise(optimizer, "divided")
         return
     if pipeline.columns is not None:
         raise NotDistributable(

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.data.loader import LoaderWrapper
 from stratagem.data.passes import PassJournal, batch_size_of, dice_of
 from stratagem.data.streams import generator_states
@@ -73,10 +74,7 @@ def resumable(
 def check_loader(loader: Any) -> None:
     """Refuse a resumable loop without a DataLoader, which counts the batches."""
     if not isinstance(loader, DataLoader):
-        raise UsageError(
-            "prepare(..., resume=...), or with elastic=True, needs the DataLoader that is trained "
-            "on: it counts the batches, and goes on with the next one."
-        )
+        raise UsageError(sentence("elastic", "a model without a loader"))
 
 
 class ResumableLoader(LoaderWrapper):
@@ -218,11 +216,7 @@ class LoopCheckpoints:
     def begin_pass(self) -> None:
         """Begin a pass over the loader, one for each epoch."""
         if not self._open or self._passed:
-            raise UsageError(
-                "a loader that was prepared with resume=..., or with elastic=True, is read once in "
-                "each epoch of `for epoch in loader.epochs(n):`, so that it is known where to go "
-                "on. To look at its data besides, prepare another loader."
-            )
+            raise UsageError(sentence("elastic", "a loader broken off"))
         self._passed = self._fresh = True
 
     def give(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.compat.torch_names import (
     MODULE_HOOKS,
     OPTIMIZER_HOOKS,
@@ -144,10 +145,7 @@ class LoopProcess(ABC):
             if param.grad is None:
                 continue
             if param.grad.layout is not torch.strided:
-                raise NotDistributable(
-                    "a parameter has a sparse gradient, for which processes have no shared place; "
-                    "use sparse=False."
-                )
+                raise NotDistributable(sentence("one copy", "sparse gradients in a loop"))
             if param.grad.data_ptr() != home.data_ptr():
                 home.copy_(param.grad)
                 param.grad = self._lent(index)
@@ -211,11 +209,7 @@ class LoopWatch:
 
     def _check_groups(self) -> None:
         if list(map(id, params_of(self._optimizer))) != list(map(id, self._stepped)):
-            raise NotDistributable(
-                "the optimizer's groups have got other parameters behind prepare, which the other "
-                "processes do not know; add them before prepare: until requires_grad_(True) they "
-                "have no gradient and stay as they are."
-            )
+            raise NotDistributable(sentence("one copy", "parameters added in a loop"))
 
     def state_replaced(self) -> bool:
         """Whether the loop has replaced optimizer state since the mark."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stratagem.capabilities import sentence
 from stratagem.codecs.compression import Compression
 from stratagem.codecs.feedback import Feedback
 from stratagem.codecs.reducer import Reducer
@@ -89,13 +90,13 @@ def _warn_of_sync(settings: Settings, replica: Replica) -> None:
     if settings.sync is None or not replica.leads:
         return
     if replica.count == 1:
-        sentence = "sync=%r: one replica meets nobody, and trains as it would without"
+        warning = "sync=%r: one replica meets nobody, and trains as it would without"
     else:
-        sentence = (
+        warning = (
             "sync=%r: replicas train by themselves between meetings, each with its own gradients, "
             "clipping and optimizer state; the result is no longer that of one device"
         )
-    _warn_once(sentence, settings.sync)
+    _warn_once(warning, settings.sync)
 
 
 #: what scales gradients by a number that changes, and what to use in its place
@@ -116,15 +117,9 @@ def refuse_scaler(settings: Settings, scaler: str) -> None:
     their own, would be of another scale than the rest."""
     if not forbids_scaler(settings):
         return
-    if settings.sync is not None:
-        why = f"with sync={settings.sync!r} each replica would find its own, and skip other steps"
-        out = "sync"
-    else:
-        why, out = f"wire={settings.wire!r} keeps parts of gradients for later steps", "wire"
-    raise NotDistributable(
-        f"{scaler} scales gradients by a number that changes, and {why}; {_SCALERS[scaler]}, or "
-        f"leave {out} out."
-    )
+    placement = "compressed" if settings.sync is None else "averaged"
+    words = {"sync": settings.sync, "wire": repr(settings.wire), "instead": _SCALERS[scaler]}
+    raise NotDistributable(sentence(placement, "a scaler of gradients", scaler=scaler, **words))
 
 
 def _momenta(optimizer: Any) -> list[float]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
+from stratagem.capabilities import sentence
 from stratagem.compat.torch_names import show_scaler
 from stratagem.data.loader import LoaderWrapper, ShareLoader
 from stratagem.data.shares import map_parts, own_rows
@@ -232,10 +233,7 @@ def _take_away(exchange: GradientExchange, undo: list[Callable[[], Any]]) -> Non
 
 def _check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(optimizer, LBFGS):
-        raise NotDistributable(
-            "LBFGS searches along a line by the loss of its own share, so that each replica would "
-            "go another way; use another optimizer, or sg.MirroredStrategy of one device."
-        )
+        raise NotDistributable(sentence("replicas", "LBFGS"))
     check_parameters(model, optimizer)
 
 

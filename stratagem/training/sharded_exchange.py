@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.codecs.reducer import Reducer
 from stratagem.errors import NotDistributable
 from stratagem.state.factors import Factors
@@ -78,10 +79,7 @@ class ShardedExchange(GradientExchange):
         grad, part = param.grad, self._last - index
         assert grad is not None
         if grad.layout != torch.strided:
-            raise NotDistributable(
-                f"parameter {self._names[index]!r} has sparse gradients, which ShardedStrategy "
-                "cannot add up; use sparse=False."
-            )
+            raise NotDistributable(sentence("replicas", "sparse gradients"))
         if self.sums.has(part):
             raise NotDistributable(
                 f"parameter {self._names[index]!r} gets its gradient in several parts of one "
@@ -187,11 +185,7 @@ class SharedUpdate:
     def check(self) -> None:
         """Refuse weights that were written since the last step."""
         if self._watch.written():
-            raise NotDistributable(
-                "weights were written outside of the prepared optimizer's step(), and replicas of "
-                "ShardedStrategy share them, so that each would write once more; load weights "
-                "before prepare, leave changes to the optimizer, or use MirroredStrategy."
-            )
+            raise NotDistributable(sentence("sharded", "weights written outside of steps"))
 
     def _values(self) -> list[Any]:
         state = self._optimizer.state
@@ -215,12 +209,7 @@ class SharedUpdate:
         written = self._written() != self._writes
         if written or list(map(id, self._values())) != list(map(id, self._known)):
             if written or (state and state is self._all_state):
-                raise NotDistributable(
-                    "the optimizer's state was written in the loop, and replicas of "
-                    "ShardedStrategy share it, so that some would write once more; use "
-                    "optimizer.load_state_dict with tensors of its own, optimizer.state.clear(), "
-                    "or MirroredStrategy."
-                )
+                raise NotDistributable(sentence("sharded", "optimizer state written in a loop"))
             self._state.renew()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from stratagem.capabilities import sentence
 from stratagem.compat.torch_names import BatchNorm
 from stratagem.data.shares import tensors_in
 from stratagem.errors import NotDistributable, UsageError
@@ -59,23 +60,11 @@ def check_layers(graph: LayerGraph, pipeline: Pipeline, devices: int) -> None:
     many = pieces and pipeline.batch_norm is None
     for name, part in graph.module.named_modules():
         if getattr(part, "sparse", False) and pipeline.data > 1:
-            raise NotDistributable(
-                f"{name!r} has sparse gradients, which rows of pipelines cannot add up; use "
-                "sparse=False."
-            )
+            raise NotDistributable(sentence("mesh", "sparse gradients", layer=name))
         if isinstance(part, BatchNorm) and many and pipeline.data > 1:
-            raise NotDistributable(
-                f"{name!r} is a BatchNorm, which looks at all rows of a batch, and pipelines "
-                "beside each other share it out; use GroupNorm or LayerNorm, or one pipeline with "
-                'microbatches=1, or in sg.Model(...).fit say batch_norm="microbatch" to have it '
-                "normalise over microbatches, unlike one device."
-            )
+            raise NotDistributable(sentence("mesh", "BatchNorm", layer=name))
         if isinstance(part, BatchNorm) and many:
-            raise NotDistributable(
-                f"{name!r} is a BatchNorm, which looks at all rows of a batch, and a pipeline cuts "
-                "batches into microbatches; use GroupNorm or LayerNorm, or microbatches=1, or say "
-                'batch_norm="microbatch" to have it normalise over microbatches, unlike one device.'
-            )
+            raise NotDistributable(sentence("stages", "BatchNorm", layer=name))
 
 
 def _check_memory(
@@ -99,8 +88,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if isinstance(optimizer, LBFGS) or not kind.__module__.startswith("torch."):
         raise NotDistributable(
-            f"each stage of a pipeline steps the optimizer on its own parameters, and "
-            f"{kind.__name__} may look at all of them at once; use one of torch.optim but LBFGS."
+            sentence("stages", "optimizers of whole parameters", optimizer=kind.__name__)
         )
 
 

@@ -17,20 +17,20 @@ from tests.support import cpus
 #: by script: what a strategy says that cannot do it exactly
 SCRIPTS: dict[str, dict[str, str]] = {
     "vae": {},
-    "gan": {"servers": "prepare needs the DataLoader"},
+    "gan": {"servers": "give prepare the DataLoader"},
     "siamese": {},
-    "carried_state": {"servers": "gradients were changed between backward"},
+    "carried_state": {"servers": "Gradients were changed between backward"},
     "resnet": {"servers": "each replica normalises over its own rows"},
     "distillation": {},
-    "graph": {"servers": "prepare needs the DataLoader"},
+    "graph": {"servers": "give prepare the DataLoader"},
     "line_search": {
-        "mirrored": "LBFGS searches along a line",
+        "mirrored": "LBFGS evaluates the loss several times",
         "servers": "LBFGS",
     },
-    "forward_forward": {"servers": "prepare needs the DataLoader"},
+    "forward_forward": {"servers": "give prepare the DataLoader"},
     "gpt": {"servers": "gradients are added up over batches"},
     "segmentation": {},
-    "policy_gradient": {"servers": "prepare needs the DataLoader"},
+    "policy_gradient": {"servers": "give prepare the DataLoader"},
     "root_mean_square": {
         "mirrored": r"a function \(sqrt\) of a sum or mean over rows",
         "servers": r"a function \(sqrt\) of a sum or mean over rows",

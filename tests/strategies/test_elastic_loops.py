@@ -212,7 +212,7 @@ def test_sentences() -> None:
         next(loader.epochs(1))
 
     cases = {
-        without_loader: "needs the DataLoader",
+        without_loader: "the DataLoader that is trained on",
         again: "this model is prepared already",
         two_models: "prepares one model",
         without_epochs: r"for epoch in loader\.epochs",

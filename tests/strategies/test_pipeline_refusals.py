@@ -113,7 +113,7 @@ def test_layers_that_are_not_the_model() -> None:
 
 def test_ways_to_train() -> None:
     refused("no gradient scaler", mlp(), compiled={"precision": "float16"})
-    refused("jit_compile=True cannot", mlp(), compiled={"jit_compile": True})
+    refused("leave jit_compile=True out", mlp(), compiled={"jit_compile": True})
     refused("LBFGS", mlp(), compiled={"optimizer": torch.optim.LBFGS})
     refused("OwnSGD may look at all", mlp(), compiled={"optimizer": OwnSGD})
 

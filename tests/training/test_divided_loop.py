@@ -140,8 +140,11 @@ def test_refusals() -> None:
         for given, words in (
             (lambda: loop(torch.optim.Adafactor), "Adafactor may look at whole parameters"),
             (lambda: loop(sgd, resume="run/"), "parts of an optimizer's state"),
-            (lambda: loop(sgd, add), "other parameters behind prepare.*add them before prepare"),
-            (lambda: loop(sgd, add_first), "other parameters behind prepare.*add them before"),
+            (
+                lambda: loop(sgd, add),
+                "add the parameters before prepare.*other parameters behind prepare",
+            ),
+            (lambda: loop(sgd, add_first), "other parameters behind prepare"),
             (lambda: loop(sgd, draw), "an input of the model requires a gradient"),
         ):
             with pytest.raises(sg.NotDistributable, match=words):

@@ -592,7 +592,7 @@ CHANGES: dict[str, tuple[Any, Any, str]] = {
     "a group": (
         _take_last_group,
         lambda m, o: o.add_param_group({"params": m[3].parameters(), "lr": 0.01}),
-        "add them before prepare",
+        "add the parameters before prepare",
     ),
     "some gradients": (_none, _backward(inputs=()), r"backward\(inputs=\)"),
     "a graph of gradients": (_none, _backward(create_graph=True), "create_graph=True"),
@@ -672,7 +672,7 @@ def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
     for loop, words in (
         (closure, "without a closure"),
         (own, "Mine"),
-        (second, "this is the second"),
+        (second, "call the second model from"),
         (again, "this model is prepared already"),
         (resumed, r"use sg\.Model"),
     ):

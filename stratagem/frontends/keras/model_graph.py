@@ -13,6 +13,7 @@ import keras
 import torch
 from torch import Tensor, fx, nn
 
+from stratagem.capabilities import sentence
 from stratagem.compat.keras_names import Functional
 from stratagem.data.shares import rows, share, with_tensors
 from stratagem.errors import NotDistributable, UsageError
@@ -227,11 +228,7 @@ class MicrobatchPart(BatchPart):
     def divided(self, by: float | None) -> float | None:
         if by is None or self.whole:
             return 1.0
-        raise NotDistributable(
-            "the loss is divided by a mask or by the sum of the sample weights, which the last "
-            "stage knows when all microbatches are there, and backward has begun before; use "
-            f"{self.remedy}, or a MirroredStrategy."
-        )
+        raise NotDistributable(sentence("stages", "divided by a mask", remedy=self.remedy))
 
     def gathered(self, own: Tensor) -> list[Tensor]:
         if self.whole:

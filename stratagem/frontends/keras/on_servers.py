@@ -17,6 +17,7 @@ from typing import Any
 import keras
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.data.shares import rows
 from stratagem.errors import NotDistributable, StratagemError, UsageError
 from stratagem.frontends.keras import model_pickle
@@ -27,7 +28,7 @@ from stratagem.frontends.keras.model_pickle import FollowerModel
 from stratagem.frontends.keras.server_training import ServerTraining
 from stratagem.frontends.keras.step_logs import has_own
 from stratagem.frontends.keras.worker import assist, attend
-from stratagem.frontends.keras.worker_session import SEVERAL, adapter_of, dismiss, refuse
+from stratagem.frontends.keras.worker_session import adapter_of, dismiss, refuse
 from stratagem.rules.stats import Stats
 from stratagem.rules.updates import Synchronous
 from stratagem.servers.client import Client
@@ -82,7 +83,7 @@ class OnServers:
     def start(self, call: Call) -> Any:
         driver, model = self._driver, self._driver.model
         if len(_stepping(model)) > 1:
-            raise NotDistributable(SEVERAL)
+            raise NotDistributable(sentence("servers", "several optimizers"))
         if model.compiled:
             refuse(model)
         if call.name == "fit":
@@ -189,10 +190,7 @@ class OnServers:
 
     def send_attributes(self, changes: list[Any]) -> None:
         if trainable(self._driver.model) != self.training.session.told["trainable"]:
-            raise UsageError(
-                "what is trainable was changed while the model trains, which the servers "
-                "cannot follow; change it between two calls of fit."
-            )
+            raise UsageError(sentence("servers", "what is trainable changed"))
         self.training.announce("attributes", changes)
 
     def send_tensors(self, written: list[tuple[int, Tensor]], *, last: bool) -> None:

@@ -8,6 +8,7 @@ import keras
 import torch
 from torch.distributed.tensor import DTensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras.model_graph import functional, layer_graph
 from stratagem.frontends.keras.stage_variables import refuse_optimizer
@@ -60,7 +61,7 @@ def check_stages(
             "columns cut torch's recurrent modules, and this is a Keras model; leave columns out."
         )
     _check_own(model)
-    refuse_optimizer(model.optimizer, "a stage of a pipeline")
+    refuse_optimizer(model.optimizer, "stages")
     _check_layers(model, pipeline)
     if model.built or not isinstance(model, keras.Sequential):
         functional(model)
@@ -71,9 +72,7 @@ def _check_own(model: Any) -> None:
     own = type(model).compute_loss is not keras.Model.compute_loss
     if own or has_own(model, "train_step"):
         raise NotDistributable(
-            f"{type(model).__name__} has a train_step, compute_loss or compute_metrics of its own, "
-            "which sees a batch as a whole, and a pipeline has it in microbatches; give the loss "
-            "and the metrics to compile(), or use a MirroredStrategy."
+            sentence("stages", "a train_step of its own", model=type(model).__name__)
         )
     if model._compile_loss is None:
         raise NotDistributable(
@@ -88,10 +87,7 @@ def _check_layers(model: Any, pipeline: Pipeline) -> None:
     for layer in model._flatten_layers():
         if many and isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             raise NotDistributable(
-                f"{layer.name!r} is a BatchNormalization, which looks at all rows of a batch, and "
-                "a pipeline cuts batches into microbatches; use GroupNormalization or "
-                f'LayerNormalization, or {remedy}, or say batch_norm="microbatch" to have it '
-                "normalise over microbatches, unlike one device."
+                sentence("stages", "BatchNormalization", layer=layer.name, remedy=remedy)
             )
         counts = not isinstance(layer, keras.Model) and layer.metrics  # as Keras counts
         if pieces and counts:
@@ -101,26 +97,18 @@ def _check_layers(model: Any, pipeline: Pipeline) -> None:
                 f"{remedy}, or a MirroredStrategy."
             )
         if layer.activity_regularizer is not None:
-            raise NotDistributable(
-                f"layer {layer.name!r} has an activity_regularizer, whose loss depends on all rows "
-                "of a batch; leave it out, or use a MirroredStrategy."
-            )
+            raise NotDistributable(sentence("stages", "an activity regularizer", layer=layer.name))
 
 
 def check_shards(model: Any, *, shared: bool) -> None:
     """Raise for models and optimizers whose result would not be exact."""
     if not shared:
-        raise NotDistributable(
-            f"{model.name!r} is a Keras model, whose layers and optimizer keep whole variables, "
-            "and between machines and on GPUs ShardedStrategy divides them; use MirroredStrategy, "
-            "or write the network as an nn.Module for sg.Model."
-        )
+        raise NotDistributable(sentence("sharded", "Keras between machines", model=model.name))
     if has_own(model, "train_step"):
         raise NotDistributable(
-            f"{type(model).__name__} has a train_step of its own, which may look at whole "
-            "gradients, and replicas of ShardedStrategy keep none of them; use MirroredStrategy."
+            sentence("sharded", "a train_step of its own", model=type(model).__name__)
         )
-    refuse_optimizer(model.optimizer, "a replica of ShardedStrategy")
+    refuse_optimizer(model.optimizer, "sharded")
     for variable in model.trainable_variables:
         if variable.value.dtype is not torch.float32:
             raise NotDistributable(

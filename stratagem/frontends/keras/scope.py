@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.strategies.mirrored import MirroredStrategy
 from stratagem.strategies.strategy import Strategy, get_strategy, on_scope
@@ -150,10 +151,7 @@ def _leave_to_us(keras: Any) -> None:
 
 def _distribute(model: Any, strategy: Strategy) -> None:
     if strategy.settings.tensor is not None:
-        raise NotDistributable(
-            "layers of torch are divided, and this is a Keras model; give sg.Model a torch module "
-            "of the same layers, or use a MirroredStrategy."
-        )
+        raise NotDistributable(sentence("divided", "Keras"))
     from stratagem.frontends.keras.driver import Driver
     from stratagem.frontends.keras.elastic_replicas import ElasticReplicas
     from stratagem.frontends.keras.evaluator import EvaluatorDriver

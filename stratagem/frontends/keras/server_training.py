@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable, UsageError
 from stratagem.frontends.keras.adapter import KerasAdapter
 from stratagem.frontends.keras.driver import Driver
@@ -219,9 +220,7 @@ class ServerTraining:
         states = assignable(self._adapter.model) if self.session.plan.in_step else []
         for path in (v.path for v in states if v.value is tensor):
             raise NotDistributable(
-                f"use a MirroredStrategy, one worker, or a metric (keras.metrics) for {path!r}: "
-                "it has come out differently on the workers. A step sets it from their rows or "
-                "gradients, or counts, and a worker without a row of a batch makes no step."
+                sentence("servers", "a variable assigned in a step", variable=path)
             )
 
     def announce(self, kind: str, changes: Sequence[Sequence[Any]]) -> None:

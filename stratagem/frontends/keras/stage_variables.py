@@ -15,6 +15,7 @@ import keras
 import torch
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.state.change_tracker import TensorTracker
 from stratagem.state.parted_model import PartedTensors
@@ -138,26 +139,16 @@ def _clipped(optimizer: Any, norm: float) -> Iterator[Any]:
         optimizer.global_clipnorm = limit
 
 
-def refuse_optimizer(optimizer: Any, who: str) -> None:
+def refuse_optimizer(optimizer: Any, placement: str) -> None:
     """Raise for an optimizer that does more than update each variable by itself."""
     kind = type(optimizer).__name__
     if optimizer is None or not type(optimizer).__module__.startswith("keras."):
         raise NotDistributable(
-            f"{who} steps the optimizer on its own variables, and {kind} is not one of Keras' own; "
-            "use one of keras.optimizers."
+            sentence(placement, "optimizers that are not Keras' own", optimizer=kind)
         )
     if hasattr(optimizer, "inner_optimizer"):
-        raise NotDistributable(
-            f"{who} has no scaler of gradients, so {kind} (mixed_float16) cannot be used; "
-            "mixed_bfloat16 needs none."
-        )
+        raise NotDistributable(sentence(placement, "mixed_float16", optimizer=kind))
     if optimizer.use_ema:
-        raise NotDistributable(
-            f"use_ema=True averages all variables at once, and {who} has its own; leave it out, or "
-            "use a MirroredStrategy."
-        )
+        raise NotDistributable(sentence(placement, "use_ema"))
     if optimizer.gradient_accumulation_steps:
-        raise NotDistributable(
-            f"gradient_accumulation_steps keeps gradients of all variables, and {who} has its own; "
-            "use a batch_size that many times as large, or a MirroredStrategy."
-        )
+        raise NotDistributable(sentence(placement, "gradient_accumulation_steps"))

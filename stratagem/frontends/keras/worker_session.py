@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.frontends.keras.adapter import KerasAdapter, kept, roll_dice
 from stratagem.frontends.keras.denominators import BatchPart, SharedPart
@@ -25,12 +26,6 @@ from stratagem.state.optimizer_recipe import OptimizerRecipe
 from stratagem.state.partition import partition
 from stratagem.training.replica import Replica
 from stratagem.training.settings import Served, Settings
-
-SEVERAL = (
-    "the model steps several optimizers, or one inside of another (LossScaleOptimizer, "
-    "made by mixed_float16), and parameter servers run a single one; use "
-    "MirroredStrategy where models train in turn (a GAN), and mixed_bfloat16."
-)
 
 
 def adapter_of(model: Any, replica: Replica) -> KerasAdapter:
@@ -146,7 +141,7 @@ def overlay(adapter: KerasAdapter, apply: Callable[..., Any] | None) -> None:
 
 
 def _refuse_apply(*args: Any, **kwargs: Any) -> None:
-    raise NotDistributable(SEVERAL)
+    raise NotDistributable(sentence("servers", "several optimizers"))
 
 
 _SLOTS = (
