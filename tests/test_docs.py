@@ -99,7 +99,7 @@ def test_every_public_name_is_documented() -> None:
 
 
 def test_the_readme_takes_three_minutes() -> None:
-    words = (ROOT / "README.md").read_text().split()
+    words = [each for each in (ROOT / "README.md").read_text().split() if each != "|"]
     assert len(words) < 900, "move something into docs/"
 
 

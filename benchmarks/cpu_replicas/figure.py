@@ -1,6 +1,6 @@
 """Draw docs/speed.png from result.json: how many times as fast as DDP, and where the limit lies.
 
-`python benchmarks/cpu_replicas/figure.py`
+python benchmarks/cpu_replicas/figure.py
 """
 
 from __future__ import annotations

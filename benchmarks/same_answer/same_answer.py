@@ -11,7 +11,6 @@ process to a loop by hand and with several to one: then this script is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -26,14 +25,9 @@ sys.path.insert(0, str(HERE))
 
 import peers  # noqa: E402
 from cases import CASES  # noqa: E402
-from comparing import ROUNDING, Cell, compare  # noqa: E402
+from comparing import ROUNDING, compare  # noqa: E402
 from launches import Failed, Found, run  # noqa: E402
-
-REPLICAS = (2, 3)
-
-#: by case, then by number of processes: a cell for each way, the best first. "1" is one process
-#: against a loop by hand.
-Table = dict[str, dict[str, list[Cell]]]
+from pages import REPLICAS, Table, full_table, write  # noqa: E402
 
 
 def answers(peer: str, names: Sequence[str], hand: dict[str, Found | Failed]) -> Table:
@@ -80,52 +74,6 @@ def wrong(tables: dict[str, Table]) -> list[str]:
     ]
 
 
-# --- the table ----------------------------------------------------------------------------------
-
-
-def text(cells: Sequence[Cell], notes: list[str]) -> str:
-    """The cells of 2 and of 3 processes as one of the table's; errors become notes."""
-    if all(cell.status == "equal" for cell in cells):
-        return str(max(cells, key=lambda cell: cell.amount))
-    if all(cell.status == "different" for cell in cells):
-        return "**off by " + ", ".join(f"{cell.amount:.1%}" for cell in cells) + "**"
-    said = []
-    for cell in cells:
-        notes += [cell.words] if cell.status == "error" and cell.words not in notes else []
-        note = f" [{notes.index(cell.words) + 1}]" if cell.status == "error" else ""
-        said.append(str(cell) if cell.status == "equal" else f"**{cell}**{note}")
-    return ", ".join(dict.fromkeys(said))
-
-
-def markdown(result: dict[str, Any], tables: dict[str, Table]) -> str:
-    notes: list[str] = []
-    lines = ["| case | " + " | ".join(result["peers"].values()) + " |"]
-    lines += ["| --- " * (len(tables) + 1) + "|"]
-    for name, title in result["cases"].items():
-        best = [[table[name][str(n)][0] for n in REPLICAS] for table in tables.values()]
-        lines.append(f"| {title} | " + " | ".join(text(cells, notes) for cells in best) + " |")
-    lines += ["", *(f"{i}. `{words}`" for i, words in enumerate(notes, 1))]
-    lines += ["", "Where there are several ways, each of them:", ""]
-    lines += ["| case | peer | way | 2 processes | 3 processes |", "| --- " * 5 + "|"]
-    for name, title in result["cases"].items():
-        for peer, table in tables.items():
-            ways = peers.peer(peer).ways_of(name)
-            for way in ways if len(ways) > 1 else ():
-                cells = [c for n in REPLICAS for c in table[name][str(n)] if c.way == way]
-                row = [title, result["peers"][peer], f"`{way}`", *map(str, cells)]
-                lines.append("| " + " | ".join(row) + " |")
-    ran = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join([*lines, "", f"{ran}; {result['machine']}."])
-
-
-def write(result: dict[str, Any], page: str) -> None:
-    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    readme = HERE / "README.md"
-    before, mark, rest = readme.read_text().partition("<!-- the table -->\n")
-    after = rest.partition("<!-- its end -->")[2]
-    readme.write_text(f"{before}{mark}\n{page}\n\n<!-- its end -->{after}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", default=",".join(peers.PEERS))
@@ -162,10 +110,9 @@ def main() -> None:
                 for cell in cells:
                     said = f"{peer:18} {name:13} {count} {cell.way:24} {cell} {cell.words}"
                     print(said.rstrip(), flush=True)
-    page = markdown(result, tables)
-    print(page)
+    print(full_table(result))
     if args.write:
-        write(result, page)
+        write(result)
     if mistakes := wrong(tables):
         sys.exit("\n".join(["the script is wrong:", *mistakes]))
 
