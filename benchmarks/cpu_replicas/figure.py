@@ -27,12 +27,13 @@ def main() -> None:
     axes.barh(places, ours, height=0.55, color=OURS, zorder=2)
     for place, ratio, limit in zip(places, ours, limits, strict=True):
         axes.plot([limit, limit], [place - 0.38, place + 0.38], color="black", lw=2, zorder=3)
-        axes.annotate(f"{ratio:.1f}x", (0.1, place), va="center", color="white", weight="bold")
+        axes.annotate(f"{ratio:.2f}x", (0.1, place), va="center", color="white", weight="bold")
     axes.axvline(1, color=LIMIT, ls="--", zorder=1)
     axes.annotate("DDP on Gloo", (1.04, -0.5), va="center", fontsize=9, color="#495057")
     axes.set_yticks(list(places), labels)
     axes.set_ylim(len(rows) - 0.4, -0.75)
-    axes.set_xlabel("steps a second, DDP = 1; the black line: no communication at all")
+    axes.set_title("Replicas on the CPU of one machine", fontsize=10, loc="left")
+    axes.set_xlabel("steps a second, DDP = 1; the black line: the limit, no communication at all")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(left=False)
