@@ -232,6 +232,15 @@ TABLE: dict[str, dict[str, str]] = {
         ),
     },
     "servers": {
+        "attributes set by callbacks": (
+            "change {what!r} of the model between two fits, or use sg.MirroredStrategy: a callback "
+            "changed it, and workers of servers do not follow such changes."
+        ),
+        "weights written by callbacks": (
+            "change weights and the optimizer's state in on_epoch_end, or use sg.MirroredStrategy: "
+            "a callback changed them between two batches, and in step with servers the others have "
+            "gone on with the old ones by then."
+        ),
         "a variable assigned in a step": (
             "use a MirroredStrategy, one worker, or a metric (keras.metrics) for {variable!r}: it "
             "has come out differently on the workers. A step sets it from their rows or gradients, "

@@ -23,7 +23,7 @@ Read = Callable[[], Any]
 class Watch:
     """Sees every call of a layer in this process, torch's and Keras'."""
 
-    def __init__(self, trained: bool = False) -> None:
+    def __init__(self, trained: bool = False, keras: bool = True) -> None:
         self.rows = 0
         #: whether rows count only where a backward pass may follow
         self.trained = trained
@@ -32,7 +32,8 @@ class Watch:
         self.ends: list[Callable[[], None]] = []
         hook = torch.nn.modules.module.register_module_forward_pre_hook(self._module_called)
         self.ends.append(hook.remove)
-        self._watch_keras()
+        if keras:
+            self._watch_keras()
 
     def _watch_keras(self) -> None:
         try:
@@ -100,11 +101,11 @@ def _rows(args: Iterable[Any]) -> int:
 _watch: Watch | None = None
 
 
-def _begin(trained: bool = False) -> None:
+def _begin(trained: bool = False, keras: bool = True) -> None:
     global _watch
     if _watch is not None:
         _watch.end()
-    _watch = Watch(trained)
+    _watch = Watch(trained, keras)
 
 
 def _end() -> tuple[int, float]:
@@ -125,17 +126,22 @@ class Work:
 
 
 def watched(
-    play: Callable[[], T], where: sg.Strategy | None = None, *, trained: bool = False
+    play: Callable[[], T],
+    where: sg.Strategy | None = None,
+    *,
+    trained: bool = False,
+    keras: bool = True,
 ) -> tuple[T, Work]:
     """What `play` returned, and what it took on this process or on each one of the strategy.
 
     trained: count rows only where a backward pass may follow, as in a training's forward passes.
+    keras: whether layers of Keras are watched, too, which imports it.
     """
 
     def everywhere(function: Callable[[], Any]) -> list[Any]:
         return [function()] if where is None else where.run(function)
 
-    everywhere(partial(_begin, trained))
+    everywhere(partial(_begin, trained, keras))
     try:
         result = play()
     except BaseException:

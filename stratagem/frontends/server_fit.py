@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from stratagem.capabilities import sentence
 from stratagem.errors import NotDistributable
 from stratagem.figures.meter import METER
 from stratagem.frontends.fit_job import Fit, Segments
@@ -356,10 +357,7 @@ class ChiefSide(WorkerSide):
         changes = self.job.callbacks.changes
         changes.check_layout()
         if self._several and (what := changes.unfollowable()):
-            raise NotDistributable(
-                f"a callback changed {what!r} of the model, and workers of servers do not follow "
-                "such changes; make it between two fits, or use sg.MirroredStrategy."
-            )
+            raise NotDistributable(sentence("servers", "attributes set by callbacks", what=what))
         written = {id(tensor) for tensor in changes.written()}
         params = [i for i, p in enumerate(self.session.params) if id(p) in written]
         state = self.state.changes()
@@ -367,11 +365,7 @@ class ChiefSide(WorkerSide):
             self._follow_beside(between)
         if written or state:
             if between and self.session.plan.parts > 1:
-                raise NotDistributable(
-                    "a callback changed weights, or the optimizer's state, between two batches, "
-                    "and in step with servers the others have gone on with the old ones by then; "
-                    "change them in on_epoch_end, or use sg.MirroredStrategy."
-                )
+                raise NotDistributable(sentence("servers", "weights written by callbacks"))
             self.session.worker.memory.take_back()
             self.worker.assign(self.session.params, params)
         if state:

@@ -21,6 +21,8 @@ from tests.conformance.net import ADAPTIVE, UNSYNCED, Cases, Result, plain
 
 case = Cases()
 BATCH = 8
+#: not told: `on_train_batch_end` may come before the update, so that it sees older weights
+STALE = {"servers 2": "the chief's callback does not wait for the parts of other workers"}
 #: what the check of rows says before the first step
 MIXED = dict.fromkeys(("replicas", "servers", "stages"), "it compares rows with each other")
 
@@ -520,12 +522,12 @@ def _(dtype: torch.dtype) -> Training:
 
 @case("an unused parameter", tolerance=ADAPTIVE, linear=False)
 def _(dtype: torch.dtype) -> Training:
-    adam = lambda p: torch.optim.Adam(p, 0.05)  # noqa: E731
+    adam = lambda p: torch.optim.AdamW(p, 0.05, weight_decay=0.1)  # noqa: E731
     return Training(Spare().to(dtype), *data(dtype), optimizer=adam)
 
 
 class Spare(nn.Module):
-    """Has a parameter that no forward uses."""
+    """Has a parameter that no forward uses: a zero gradient would let it decay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -562,7 +564,7 @@ def contrastive(output: Tensor, y: Tensor) -> Tensor:
 # --- callbacks ------------------------------------------------------------------------------------
 
 
-@case("a callback that reads weights")
+@case("a callback that reads weights", races=STALE)
 def _(dtype: torch.dtype) -> Training:
     job = Training(net(dtype), *data(dtype))
     read: list[float] = []
@@ -574,7 +576,7 @@ def _(dtype: torch.dtype) -> Training:
     return job
 
 
-@case("a callback that writes weights")
+@case("a callback that writes weights", needs=["weights written by callbacks"])
 def _(dtype: torch.dtype) -> Training:
     def writes(module: nn.Module, optimizer: Any, number: int) -> None:
         if number == 1:
@@ -585,7 +587,7 @@ def _(dtype: torch.dtype) -> Training:
     return Training(net(dtype), *data(dtype), after_batch=writes)
 
 
-@case("a callback that averages weights")
+@case("a callback that averages weights", races=STALE)
 def _(dtype: torch.dtype) -> Training:
     job = Training(net(dtype), *data(dtype))
     average = copy.deepcopy(job.module)
@@ -599,7 +601,7 @@ def _(dtype: torch.dtype) -> Training:
     return job
 
 
-@case("a layer frozen between epochs")
+@case("a layer frozen between epochs", needs=["attributes set by callbacks"])
 def _(dtype: torch.dtype) -> Training:
     def freezes(module: Any, optimizer: Any, epoch: int) -> None:
         module[0].requires_grad_(False)
@@ -608,7 +610,7 @@ def _(dtype: torch.dtype) -> Training:
     return Training(net(dtype), *data(dtype), optimizer=free, after_epoch=freezes)
 
 
-@case("an attribute of the model set by a callback")
+@case("an attribute of the model set by a callback", needs=["attributes set by callbacks"])
 def _(dtype: torch.dtype) -> Training:
     def warms(module: Any, optimizer: Any, number: int) -> None:
         module.factor = 1.0 + 0.1 * number

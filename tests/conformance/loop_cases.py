@@ -580,11 +580,13 @@ def _(on: OneDevice) -> Result:
 def _(on: OneDevice) -> Result:
     torch.manual_seed(3)
     model = Spare().to(on.dtype)
-    return simple(on, model=model, make=lambda m: torch.optim.Adam(m.parameters(), 0.05))
+    return simple(
+        on, model=model, make=lambda m: torch.optim.AdamW(m.parameters(), 0.05, weight_decay=0.1)
+    )
 
 
 class Spare(nn.Module):
-    """Has a parameter that no forward uses."""
+    """Has a parameter that no forward uses: a zero gradient would let it decay."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,9 @@ def placed(request: pytest.FixtureRequest) -> Iterator[tuple[str, sg.Strategy]]:
         yield request.param, strategy
 
 
-@pytest.mark.parametrize(("placed", "name"), [*keras_cases.case.cells()], indirect=["placed"])
+@pytest.mark.parametrize(
+    ("placed", "name"), [*keras_cases.case.cells()], indirect=["placed"], scope="module"
+)
 def test_a_keras_model_is_that_of_one_device(placed: tuple[str, Any], name: str) -> None:
     place, strategy = placed
     placement, case = PLACEMENTS[place], keras_cases.case[name]

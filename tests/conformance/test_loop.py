@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 @cache
 def alone(name: str, dtype: torch.dtype) -> tuple[Result, Work]:
     """The case on one device: plain torch."""
-    return watched(partial(loop_cases.play, name, loop_cases.OneDevice(dtype)))
+    return watched(partial(loop_cases.play, name, loop_cases.OneDevice(dtype)), keras=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,9 @@ def placed(request: pytest.FixtureRequest) -> Iterator[tuple[str, sg.Strategy]]:
         yield request.param, strategy
 
 
-@pytest.mark.parametrize(("placed", "name"), [*loop_cases.case.cells()], indirect=["placed"])
+@pytest.mark.parametrize(
+    ("placed", "name"), [*loop_cases.case.cells()], indirect=["placed"], scope="module"
+)
 def test_a_loop_is_that_of_one_device(placed: tuple[str, Any], name: str) -> None:
     place, strategy = placed
     placement, case = PLACEMENTS[place], loop_cases.case[name]
@@ -38,7 +40,7 @@ def test_a_loop_is_that_of_one_device(placed: tuple[str, Any], name: str) -> Non
     if assert_refused(run, placement, case, "own loop"):
         return
     wanted, work = alone(name, placement.dtype)
-    results, spread = watched(run, strategy)
+    results, spread = watched(run, strategy, keras=False)
     known = [each for each in results if each is not None]
     assert known
     for found in known:

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.timeout(120)
 @cache
 def alone(name: str, dtype: torch.dtype) -> tuple[Result, Work]:
     """The case on one device, by hand."""
-    return watched(lambda: fit_cases.by_hand(fit_cases.make(name, dtype)), trained=True)
+    return watched(
+        lambda: fit_cases.by_hand(fit_cases.make(name, dtype)), trained=True, keras=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,9 @@ def placed(request: pytest.FixtureRequest) -> Iterator[tuple[str, sg.Strategy]]:
         yield request.param, strategy
 
 
-@pytest.mark.parametrize(("placed", "name"), [*fit_cases.case.cells()], indirect=["placed"])
+@pytest.mark.parametrize(
+    ("placed", "name"), [*fit_cases.case.cells()], indirect=["placed"], scope="module"
+)
 def test_a_fit_is_that_of_one_device(placed: tuple[str, Any], name: str) -> None:
     place, strategy = placed
     placement, case = PLACEMENTS[place], fit_cases.case[name]
@@ -38,6 +42,6 @@ def test_a_fit_is_that_of_one_device(placed: tuple[str, Any], name: str) -> None
     if assert_refused(run, placement, case, "sg.Model"):
         return
     wanted, work = alone(name, placement.dtype)
-    found, spread = watched(run, strategy, trained=True)
+    found, spread = watched(run, strategy, trained=True, keras=False)
     assert_alike(found, wanted, case, placement.dtype)
     assert_spread(work, spread, placement, case, exact=False)

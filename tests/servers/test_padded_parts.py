@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import stratagem as sg
+from tests.sources import ROOT
 from tests.support import cpus
 
 pytestmark = pytest.mark.timeout(60)
@@ -120,7 +122,8 @@ def test_workers_of_two_devices(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TWO_DEVICES)
     command = [sys.executable, "-m", "stratagem", "run", "--workers", "2", "--ps", "1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    own = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("as one device") == 4
     assert "has a hook" not in done.stdout + done.stderr

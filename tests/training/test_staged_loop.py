@@ -640,7 +640,7 @@ def test_a_group_that_is_added_before_the_first_batch(pair: sg.PipelineStrategy)
             return str(refusal)
         return "nothing"
 
-    assert "add them before prepare" in pair.run(loop)[0]
+    assert "add the parameters before prepare" in pair.run(loop)[0]
 
 
 def test_loops_that_are_refused(pair: sg.PipelineStrategy) -> None:
