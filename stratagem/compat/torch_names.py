@@ -63,6 +63,7 @@ PRIVATE = {
     "LossNode._saved_reduction": "whether a loss function was a mean or a sum",
     "LossNode._saved_self": "what a loss function was given",
     "LossNode._saved_target": "what a loss function was given",
+    "LossNode._saved_weight": "what a loss function multiplied its values by",
     "LossNode._saved_total_weight": "what a cross entropy was divided by",
     "LossNode._saved_ignore_index": "which targets a cross entropy leaves out",
     "WhereNode._saved_condition": "which values of a sum are left out",
