@@ -58,6 +58,10 @@ TABLE: dict[str, dict[str, str]] = {
             "give prepare(..., resume=...), or prepare with elastic=True, the DataLoader that is "
             "trained on: it counts the batches, and goes on with the next one."
         ),
+        "a model prepared again": (
+            "call prepare once, before the loop, and change learning rates in "
+            "optimizer.param_groups: this model is prepared already, with its optimizer."
+        ),
         "several models in a loop": (
             "put several models into one nn.ModuleList with one optimizer, or leave elastic out: "
             "with elastic=True a function prepares one model, whose loader counts the batches."

@@ -19,10 +19,7 @@ from stratagem.training.broken_round import LoopRounds
 from stratagem.training.replica import Replica
 from stratagem.training.termination import Termination
 
-PREPARED = (
-    "this model is prepared already, with its optimizer; call prepare once, before the loop, and "
-    "change learning rates in optimizer.param_groups."
-)
+PREPARED = sentence("elastic", "a model prepared again")
 #: how often replicas may die with nothing done in between
 IN_VAIN = 3
 

@@ -24,7 +24,7 @@ BATCH = 8
 #: not told: `on_train_batch_end` may come before the update, so that it sees older weights
 STALE = {"servers 2": "the chief's callback does not wait for the parts of other workers"}
 #: what the check of rows says before the first step
-MIXED = dict.fromkeys(("replicas", "servers", "stages"), "it compares rows with each other")
+MIXED = dict.fromkeys(("replicas", "servers", "stages"), "it depends for a row on the other rows")
 
 
 @dataclass
