@@ -173,8 +173,7 @@ class LossReader:
         if borrowed:
             return BY_ROWS  # of borrowed rows: they weigh nothing
         if not said and share.announced:
-            looks = losses[0].is_cpu or not self.passes & (self.passes - 1)  # not to wait for a GPU
-            now = Pass(self._batches.version(), looks)
+            now = Pass(self.passes, self._batches.version, losses[0].is_cpu)
             self._mark = self._forms.mark_of(terms, constants, share, now)
         if len(names) == 1 == len(terms) and (unit := self._units.get(names[0])) is not None:
             if plain and not constants:

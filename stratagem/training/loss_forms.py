@@ -9,7 +9,7 @@ multiply or divide it are part of that hash; those on a device that has to be wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import isclose, isfinite, prod
 from typing import Any, NamedTuple
@@ -31,10 +31,15 @@ _FORMS = 64  # kept at most: numbers may change at every step
 class Pass(NamedTuple):
     """A backward pass: which form it has is asked of the numbers at hand."""
 
-    #: tells whether weights have been updated since an earlier one
-    version: int | None
-    #: whether to look at values of tensors
-    looks: bool
+    number: int
+    #: tells, by what it returns, whether weights have been updated since an earlier one
+    version: Callable[[], int | None]
+    on_cpu: bool
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether it is the 1st, 2nd, 4th, 8th ..."""
+        return not self.number & (self.number - 1)
 
 
 class LossForms:
@@ -62,7 +67,7 @@ class LossForms:
         Refuses a loss that is multiplied by a count of this replica's rows.
         """
         form = tuple([(t.node.name(), t.kind, t.computed, t.numbers) for t in terms])
-        mark = self._marks.get(form)
+        known = mark = self._marks.get(form)
         self.is_new = False
         if self._doubtful is not None:
             self._settle(share.examples, now)
@@ -75,9 +80,10 @@ class LossForms:
                     self._marks.clear()
                 self._marks[form] = mark
         if share.examples < share.total:
-            self._refuse_divisors(terms, share, now)
+            if known is None or now.is_looked_at:
+                self._refuse_divisors(terms, share)
             _refuse_parts(terms, share.examples)
-        if constants and now.looks:
+        if constants and (now.on_cpu or now.is_looked_at):
             self._refuse_constants(constants, terms, share)
             mark = (mark + _hash_of(repr([_value_of(each) for each in constants]))) % 1
         return mark
@@ -109,13 +115,13 @@ class LossForms:
             if {*numbers[::2]} == {rows}:  # all of the loss, and not one of its terms
                 raise _own_count(rows, rows)
             if rows in numbers[1::2]:  # or is it how often gradients are accumulated?
-                self._doubtful = rows, now.version
+                self._doubtful = rows, now.version()
 
     def _settle(self, rows: int, now: Pass) -> None:
         """Refuse a doubtful divisor unless this pass adds to gradients of the one before."""
         assert self._doubtful is not None
         (number, version), self._doubtful = self._doubtful, None
-        if version != now.version:
+        if version != now.version():
             raise _own_count(number, rows)
 
     def _refuse_constants(
@@ -129,10 +135,10 @@ class LossForms:
             if counts or (1 < rows == float(each) and self._alike(share)):
                 raise _own_count(float(each), rows)
 
-    def _refuse_divisors(self, terms: Sequence[Term], share: Share, now: Pass) -> None:
+    def _refuse_divisors(self, terms: Sequence[Term], share: Share) -> None:
         alike = self._alike(share)
         for term in terms:
-            if now.looks and not _is_own_count(term, share.examples, share.total, alike=alike):
+            if not _is_own_count(term, share.examples, share.total, alike=alike):
                 raise NotDistributable(
                     f"the loss is a sum over rows divided by a tensor ({term.divisor:g} here) that "
                     "is no count of what is added up; whether that number belongs to the share or "

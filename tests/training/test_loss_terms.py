@@ -20,7 +20,7 @@ import stratagem as sg
 from stratagem.cluster.membership import Membership
 from stratagem.training import custom_loop
 from stratagem.training.custom_loop import LossReader
-from stratagem.training.loss_reading import NOTES
+from stratagem.training.loss_reading import NOTES, largest
 from stratagem.training.loss_terms import Doubt, terms_of
 from stratagem.training.replica import Replica
 from stratagem.wire.collective import Alone
@@ -350,3 +350,13 @@ def test_more_terms_than_python_nests_calls() -> None:
 @pytest.mark.parametrize("loss", [lambda d: d.T.mean(0).mean(), lambda d: d.T.sum(0).mean()])
 def test_another_axis_than_the_first_may_be_that_of_the_rows(loss: Any) -> None:
     compare(lambda m, r: loss((m(r.x) - r.v).pow(2)), Rows(8, 2), (5, 3), readers(2))
+
+
+def test_marks_that_were_apart_in_one_of_several_passes_are_told() -> None:
+    """On a GPU, notes of several passes are looked at together."""
+    apart = torch.tensor([1.0, 0.0, 0.2, 0.05, 0.0])  # marks 0.1 and 0.3
+    alike = torch.tensor([1.0, 0.0, 0.75, 0.5625, 0.0])
+    (reader,) = readers(1)
+    reader.settle(largest(alike, largest(alike, None)).tolist())
+    with pytest.raises(sg.NotDistributable, match="differ in form"):
+        reader.settle(largest(alike, largest(apart, None)).tolist())
