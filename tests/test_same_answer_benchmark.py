@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks" / "same_answer"))
 
 import child  # noqa: E402
 import launches  # noqa: E402
+import pages  # noqa: E402
 import same_answer  # noqa: E402
 from cases import CASES, Job, weights  # noqa: E402
 from comparing import Cell, compare  # noqa: E402
@@ -67,12 +68,10 @@ def test_failures_are_cells() -> None:
     assert compare(CASE, error, moved(0.5)).words == "on one device: ValueError: no"
     notes: list[str] = []
     cells = [compare(CASE, moved(0.5), found) for found in (error, hang)]
-    assert same_answer.text(cells, notes) == "**error** [1], **hangs (60 s)**"
+    assert pages.text(cells, notes) == "**error** [1], **hangs (60 s)**"
     assert notes == ["ValueError: no"]
-    assert same_answer.text([Cell("equal", 1e-7), Cell("equal", 2e-7)], []) == "equal (2e-07)"
-    assert (
-        same_answer.text([Cell("equal"), Cell("different", 0.1)], []) == "equal, **off by 10.0%**"
-    )
+    assert pages.text([Cell("equal", 1e-7), Cell("equal", 2e-7)], []) == "equal (2e-07)"
+    assert pages.text([Cell("equal"), Cell("different", 0.1)], []) == "equal, **off by 10.0%**"
 
 
 def test_the_script_says_when_it_is_wrong() -> None:

@@ -31,7 +31,6 @@ from stratagem.launch.supervise import Escalation, steps_after
 from stratagem.launch.sweep_folder import SweepSettings
 
 _LINGER = 1.0  # for processes that a trial started, once the trial itself has ended
-_COPIED = 16 << 20  # bytes of a file: outputs of an earlier run, settings; more is data
 _HELD = 5.0  # after SIGKILL, until a process that is still there counts as stuck in the kernel
 
 
@@ -84,15 +83,12 @@ class _Running:
 
 
 def own_place(trial: Path, source: Path) -> Path:
-    """Make the folder where a trial runs: what it writes beside its script is its own. Files that
-    lie there are copied, so that writing over them is, too; large ones and folders are linked."""
+    """Make the folder where a trial runs: what it writes beside its script is its own, and what
+    lies there is linked."""
     place = trial.absolute() / "files"
     place.mkdir()
     for each in source.absolute().iterdir():
-        if each.is_file() and each.stat().st_size <= _COPIED:
-            shutil.copy2(each, place / each.name)
-        else:
-            (place / each.name).symlink_to(each)
+        (place / each.name).symlink_to(each)
     return place
 
 
